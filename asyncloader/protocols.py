@@ -98,15 +98,15 @@ class OpensDataset:
                 entered.push_async_exit(resource.__aexit__)
 
 
-def probe(thing: Any, name: str) -> Any:
-    """Return an attribute that an object may have; None if it does not, or if its ``__getattr__`` fails in its own way.
+def probe(thing: Any, name: str, default: Any = None) -> Any:
+    """Return an attribute, or the default if there is none, or if the object's ``__getattr__`` fails in its own way.
 
     torch does not ask for most of those that we ask for, so a ``__getattr__`` that raises a KeyError works there.
     """
     try:
-        return getattr(thing, name, None)
+        return getattr(thing, name, default)
     except Exception:
-        return None
+        return default
 
 
 def is_stateful(thing: Any) -> bool:
@@ -134,17 +134,35 @@ def leaves_out_buffer(dataset: Any) -> bool:
     """Whether it is a stream of Hugging Face's `datasets` that shuffles through a buffer.
 
     Its state leaves out the rows in the buffer: a resumed run lacks these rows (as of 5.2, also in its
-    documentation of `state_dict`). Such a stream begins alike each time, so it can be read again.
+    documentation of `state_dict`), one row with a buffer of one. Such a stream begins alike each time, so it can be
+    read again.
     """
     rest = [vars(dataset).get("_ex_iterable")] if hasattr(dataset, "_ex_iterable") else []
     while rest:
         if (layer := rest.pop()) is None:
             continue
-        if type(layer).__name__ == "BufferShuffledExamplesIterable" and layer.buffer_size > 1:
+        if type(layer).__name__ == "BufferShuffledExamplesIterable":
             return True
         inner = vars(layer)
         rest += [inner.get("ex_iterable"), *(inner.get("ex_iterables") or ())]
     return False
+
+
+class _Loaded(dict[str, Any]):
+    """A state that `put_back` has loaded."""
+
+
+def put_back(dataset: Any, state: Any) -> None:
+    """Have a dataset begin at a state, or at its beginning if that is None.
+
+    A stream of Hugging Face's `datasets` keeps the state that it has loaded, and begins there each time that it is
+    iterated over until its epoch changes (as of 5.2). So this one is taken from it.
+    """
+    keeps = hasattr(type(dataset), "load_state_dict") and "_starting_state_dict" in probe(dataset, "__dict__", {})
+    if state is not None:
+        dataset.load_state_dict(_Loaded(state) if keeps else state)
+    elif keeps and type(dataset._starting_state_dict) is _Loaded:
+        dataset.load_state_dict(None)
 
 
 def members(dataset: Any) -> Iterator[Any]:
@@ -241,6 +259,22 @@ class SuppliesKeys(Dataset[T_co]):
         """Return a sampler of lists of its keys, one batch each; None if the loader is to make batches."""
         return None
 
+    def name(self, key: Any) -> Any:
+        """Return what errors, messages and statistics call the sample of a key: the key, unless it has the sample."""
+        return key
+
+
+def namer(dataset: Any, *, of_batches: bool) -> Callable[[Any], Any]:
+    """Return a function of the keys of a batch, or of the key of one sample, that returns what these are called."""
+    if not isinstance(dataset, SuppliesKeys):
+        return _as_they_are
+    name = dataset.name
+    return (lambda keys: [*map(name, keys)] if isinstance(keys, (list, tuple)) else keys) if of_batches else name
+
+
+def _as_they_are(keys: Any) -> Any:
+    return keys
+
 
 class ArrivingKeys(Protocol):
     """An iterator over keys that become known as time goes by. Its `next` waits for the next key, or for the end."""
@@ -263,6 +297,16 @@ class FollowsConsumers(ArrivingKeys, Protocol):
 
     def asked(self) -> None:
         """Note that a consumer asks for its next batch, or asks again. Called with the lock of the run held."""
+
+
+class EndsWithConsumer(ArrivingKeys, Protocol):
+    """An iterator over keys that reads ahead, and is told when nobody will ask for more."""
+
+    def end_with(self, consumer: object) -> None:
+        """Read nothing more as soon as this object is dropped. Called before the first key is asked for."""
+
+    def leave(self) -> None:
+        """Read nothing more, and return. In any thread."""
 
 
 def makes_processes(context: BaseContext | None) -> bool:

@@ -289,12 +289,44 @@ def test_nothing_grows() -> None:
     loader.close()
 
 
-def test_an_item_is_not_printed_whole() -> None:
-    """Not in the note of an error."""
-    (error,) = _errors(loader_of(int.bit_length, partial(buffers, 1, 64 * KIB)))
-    text = str(error) + "".join(getattr(error, "__notes__", [])) + str(error.__cause__)
-    assert r"(0, b'\x00\x00" in text
-    assert len(text) < 8_000
+def fail_at_odd(thing: bytes) -> int:
+    """Make a sample of each other item."""
+    if thing[0] % 2:
+        raise ValueError("odd")
+    return len(thing)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {}, {"worker_backend": "thread"}, {"scheduling": "split", "collate_fn": None}]
+)
+def test_items_are_named_by_their_numbers(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """In errors, logs and statistics, which hold none of them and print none."""
+    options = {"collate_fn": list, "num_workers": 2, **options}
+    dataset = ParallelMap(partial(buffers, 10, 64 * KIB), fail_at_odd)
+    first, *_ = _errors(DataLoader(dataset, 5, **options))
+    text = str(first) + "".join(getattr(first, "__notes__", [])) + str(first.__cause__)
+    assert "sample with the index 1 raised it" in text
+    assert "[0, 1, 2, 3, 4]" in text
+    assert first.keys == [0, 1, 2, 3, 4]  # type: ignore[attr-defined]
+    loader = DataLoader(dataset, 1, on_error="skip", **options)
+    assert len(list(loader)) == 5
+    stats = loader.stats()
+    assert stats.bad_samples == (1, 3, 5, 7, 9)
+    assert sorted(map(list, stats.left_out)) == [[1], [3], [5], [7], [9]]
+    assert r"\x00\x00" not in text + caplog.text
+
+
+@pytest.mark.parametrize("on_crash", ["raise", "skip"])
+def test_items_of_a_worker_that_died_are_named_by_their_numbers(
+    on_crash: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are not printed either."""
+    stream = partial(map, partial(np.full, 5_000), range(4))
+    loader = DataLoader(
+        ParallelMap(stream, partial(slowly, tmp_path / "ended", 2)), 2, num_workers=1, on_crash=on_crash
+    )
+    errors = [str(error) for error in _errors(loader)]
+    assert sum("indices [2, 3]" in words for words in [*errors, *caplog.messages]) == 1
 
 
 def _errors(loader: DataLoader[Any]) -> Iterator[Exception]:

@@ -10,14 +10,25 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Iterator
+import weakref
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 from torch.utils.data import Sampler
 
 from asyncloader import identity
 from asyncloader.checks import one_of
-from asyncloader.datasets.stream_keys import Items, Place, Raised, Reading, StreamItem, StreamKeys, Told, is_stream
+from asyncloader.datasets.stream_keys import (
+    Items,
+    Place,
+    Raised,
+    Reading,
+    StreamItem,
+    StreamKeys,
+    Told,
+    gives_once,
+    is_stream,
+)
 from asyncloader.epochs import hears
 from asyncloader.errors import ConfigurationError
 from asyncloader.protocols import SuppliesKeys
@@ -45,9 +56,9 @@ class ParallelMap(SuppliesKeys[T_co]):
         stream: An iterable that begins anew each epoch, an async one, or a function that returns one. If it has
             `state_dict` and `load_state_dict`, or its iterator, states of the loader have theirs; if it has
             `set_epoch`, it is told. It lives in the trainer's process: no worker has it, and it needs not be pickled.
-            An async stream runs on a loop of the thread's own.
-        fn: Makes a sample of an item, in a worker. It and the items are pickled. May be a coroutine function: then
-            `concurrency` samples are awaited at once.
+            An async stream runs on a loop of the thread's own. Each item is an object of its own, as it is read ahead.
+        fn: Makes a sample of an item, in a worker. It and the items are pickled; in a worker that is a thread it must
+            not change the item. May be a coroutine function: then `concurrency` samples are awaited at once.
         shuffle: Give the items of each so many in random order, which depends on the seed, the epoch and their place.
             So many items are held, and after a resume read again.
         seed: Of that order; the same on all ranks.
@@ -56,7 +67,8 @@ class ParallelMap(SuppliesKeys[T_co]):
         num_replicas: Ranks that share the stream; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
         max_items: Items that are read ahead at most, beside a window of `shuffle`, and a batch in any case.
-        max_bytes: Bytes of theirs.
+        max_bytes: Bytes of theirs, as far as they can be told: those of arrays, tensors, strings and bytes, in
+            containers and attributes.
 
     Raises:
         ConfigurationError: for what cannot work.
@@ -101,6 +113,7 @@ class ParallelMap(SuppliesKeys[T_co]):
         self.fn = fn
         self.shuffle, self.seed, self.shard = shuffle, seed, shard
         self.max_items, self.max_bytes = max_items, max_bytes
+        self._readings: list[weakref.ref[Items]] = []  # of the stream, that may go on
         self._place = (1, 0) if shard is None else place_in_group(num_replicas, rank)
 
     def __getitem__(self, key: StreamItem) -> T_co:
@@ -117,7 +130,15 @@ class ParallelMap(SuppliesKeys[T_co]):
         return len(self.stream)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "stream": None}  # a worker's copy is for making samples
+        return {**vars(self), "stream": None, "_readings": None}  # a worker's copy is for making samples
+
+    def _note_reading(self, items: Items) -> None:
+        """Have the next reading of the stream wait for this one, once that is given up."""
+        self._readings = [each for each in (*self._readings, weakref.ref(items)) if each() is not None]
+
+    def name(self, key: StreamItem) -> Any:
+        """Return the number of an item in the stream."""
+        return key[0] if type(key) is tuple and key else key
 
     def make_sampler(self) -> StreamSampler:
         """Return the sampler of the items, which reads the stream.
@@ -179,9 +200,10 @@ class StreamSampler(Sampler[StreamItem]):
     def _make(self) -> Items:
         """Return what an iterator is to read."""
         dataset, stream, place = self._dataset, self._dataset.stream, self._next
-        if self._was_read and isinstance(stream, (Generator, AsyncGenerator)):
+        if self._was_read and gives_once(stream):
             raise ConfigurationError(
-                "the stream is a generator, which was read: give ParallelMap the function that makes it"
+                f"the stream is a {type(stream).__name__}, which gives its items once, and was read: give ParallelMap "
+                "the function that makes it"
             )
         if self._is_told and hears(stream):
             stream.set_epoch(self.epoch)
@@ -190,7 +212,12 @@ class StreamSampler(Sampler[StreamItem]):
             log.info("The stream is read again: %d of its items are left out.", place.number - count)
         key = dataset.seed, self.epoch
         bounds = dataset.max_items, dataset.max_bytes
-        return Items(Reading(stream, dataset.shuffle, key, place, self._rank, self._ranks, *bounds))
+        before = tuple(dataset._readings) if is_stream(stream) else ()
+        items = Items(
+            Reading(stream, dataset.shuffle, key, place, self._rank, self._ranks, *bounds, self._was_read, before)
+        )
+        dataset._note_reading(items)
+        return items
 
     def _begun(self, items: Items) -> None:
         """Note what the newest iterator reads; the next one begins at the beginning."""
@@ -226,6 +253,7 @@ class StreamSampler(Sampler[StreamItem]):
         identity.check(state, identity.of(self))
         told = None if state["stream"] is None else Told(state["count"], pickle.dumps(state["stream"]))
         self.epoch = state["epoch"]
+        self._is_told = self._is_told or self.epoch != 0  # where no loader tells it
         self._next, self._items = Place(state["number"], state["is_over"], told), None
 
     def _state_identity(self) -> dict[str, Any]:

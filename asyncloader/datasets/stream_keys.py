@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import os
 import pickle
 import queue
 import sys
@@ -27,10 +29,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from asyncloader import threads
-from asyncloader.protocols import is_resource, is_stateful
+from asyncloader.protocols import is_resource, is_stateful, probe, put_back
 from asyncloader.samplers.shuffle import Shuffle
 
+log = logging.getLogger("asyncloader")
+
 _FLAT = frozenset((bytes, str, int, float, bool, bytearray, type(None)))
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 _STATE_SHARE = 50
 """States of a stream are taken for a fiftieth of the time at most."""
 
@@ -92,6 +97,8 @@ class Reading(NamedTuple):
         num_replicas: How many ranks there are.
         most_items: How many are read ahead.
         most_bytes: How many bytes are.
+        was_read: The stream was read before.
+        before: Weak references to what may still be read of it; of a function that returns a stream, none.
     """
 
     stream: Any
@@ -102,6 +109,8 @@ class Reading(NamedTuple):
     num_replicas: int
     most_items: int
     most_bytes: int
+    was_read: bool = False
+    before: tuple[Callable[[], Items | None], ...] = ()
 
     @property
     def first(self) -> int:
@@ -127,17 +136,20 @@ class Items:
         room: Tells the thread that there may be room again; anything but True, that it is to end.
         told: States of the stream, the oldest that may be needed first.
         is_over: There is nothing behind these.
-        taker: A weak reference to whoever takes, whose end goes into `room`.
+        takers: Weak references to whoever takes, and for whom: the end of each goes into `room`.
         is_read: A thread reads the stream.
         reader: Held by the thread that does: the start of another one may have been interrupted.
-        is_left: Nobody will take more. Of an async stream.
+        is_left: Nobody will take more.
+        ended: The thread uses the stream no more.
     """
 
-    taker: Any
     is_read = is_left = False
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
+        self.takers: tuple[Any, ...] = ()
+        self.ended = threading.Event()
+        self._pid = os.getpid()
         self.room: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.reader = threading.Lock()
         self.told: deque[Told] = deque([reading.place.told] if reading.place.told is not None else [])
@@ -154,6 +166,21 @@ class Items:
         self._tells: deque[tuple[int, Callable[[], object]]] = deque()
 
     # ------------------------------------------------------------------------------------------------ whoever takes
+
+    def leave(self) -> None:
+        """Have nothing more be read. Finalizers may call it."""
+        self.is_left = True
+        self.room.put(None)
+
+    @property
+    def has_taker(self) -> bool:
+        """Whether more may be taken."""
+        return not self.is_left and all(taker() is not None for taker in self.takers)
+
+    def wait_ended(self) -> None:
+        """Wait until a thread that reads for nobody has come back from the stream."""
+        if self._pid == os.getpid() and self.reader.locked() and not self.has_taker:
+            self.ended.wait()
 
     def take(self) -> StreamItem:
         """Return the next item, when it is there.
@@ -301,12 +328,16 @@ class StreamKeys:
         self._make = make
         self._begun = begun
         self._made: Items | None = None
+        self._consumer: Callable[[], Any] = _nobody
 
     def _begin(self) -> Items:
         items = self._made
         if items is None:
             items = self._make()
-            items.taker = weakref.ref(self, items.room.put)  # compiled: no handler of a signal can raise in it
+            ends = [each for each in (self, self._consumer()) if each is not None]
+            items.takers = tuple(
+                weakref.ref(each, items.room.put) for each in ends
+            )  # compiled: no handler raises there
             self._made = items
         if not items.is_read:
             self._begun(items)
@@ -327,6 +358,19 @@ class StreamKeys:
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Whether so many items are there: see :class:`asyncloader.protocols.ArrivingKeys`."""
         return self._begin().arrived(count, tell)
+
+    def end_with(self, consumer: object) -> None:
+        """Read nothing more when this is dropped: see :class:`asyncloader.protocols.EndsWithConsumer`."""
+        self._consumer = weakref.ref(consumer)
+
+    def leave(self) -> None:
+        """Read nothing more."""
+        if self._made is not None:
+            self._made.leave()
+
+
+def _nobody() -> None:
+    """Stand for a consumer that is not known."""
 
 
 class _Dealer:
@@ -391,7 +435,16 @@ class _States:
         """Return the state after so many items, if one is due."""
         if (began := perf_counter()) < self._due_at:
             return None
-        told = Told(count, pickle.dumps({name: thing.state_dict() for name, thing in self._things.items()}))
+        try:
+            told = Told(count, pickle.dumps({name: thing.state_dict() for name, thing in self._things.items()}))
+        except Exception:
+            log.warning(
+                "The state of the stream could not be taken: to resume from here, what it has given since the last one "
+                "is read again.",
+                exc_info=True,
+            )
+            self.are_there = False
+            return None
         now = perf_counter()
         self._due_at = now + _STATE_SHARE * (now - began)
         return told
@@ -399,23 +452,34 @@ class _States:
 
 def _read(items: Items) -> None:
     """Read the stream until it ends, or nobody takes from it any more. In a thread of its own."""
-    reading = items.reading
     if not items.reader.acquire(blocking=False):
         return
     try:
-        stream = open_stream(reading.stream)
-        told = reading.place.told
-        states = {} if told is None else pickle.loads(told.pickled)
-        if "stream" in states:
-            stream.load_state_dict(states["stream"])
-        if hasattr(type(stream), "__aiter__"):
-            asyncio.run(_read_async(items, stream, states))
-        else:
-            _read_plain(items, stream, states)
+        for before in items.reading.before:  # a stream has one position
+            if (other := before()) is not None:
+                other.wait_ended()
+        if items.has_taker:
+            _read_from_place(items)
     except BaseException as error:
         if isinstance(error, SystemExit) and threads.is_ending:
             raise
-        items.fail(error)
+        if items.is_over or not items.has_taker:
+            log.warning("The stream has raised an error after its last item.", exc_info=True)
+        else:
+            items.fail(error)
+    finally:
+        items.ended.set()
+
+
+def _read_from_place(items: Items) -> None:
+    reading = items.reading
+    stream, told = open_stream(reading.stream), reading.place.told
+    states = {} if told is None else pickle.loads(told.pickled)
+    put_back(stream, states.get("stream"))
+    if hasattr(type(stream), "__aiter__"):
+        asyncio.run(_read_async(items, stream, states))
+    else:
+        _read_plain(items, stream, states)
 
 
 def _read_plain(items: Items, stream: Any, states: dict[str, Any]) -> None:
@@ -427,7 +491,7 @@ def _read_plain(items: Items, stream: Any, states: dict[str, Any]) -> None:
         try:
             value = next(iterator)
         except StopIteration:
-            items.put(dealer.rest(), is_over=True)
+            _end(items, dealer)
             return
         except Exception as error:
             value = Raised(_bare(error, dealer.count))
@@ -456,7 +520,7 @@ async def _read_opened(items: Items, stream: Any, states: dict[str, Any]) -> Non
                 value = await anext(iterator)
                 value = await value if inspect.isawaitable(value) else value
             except StopAsyncIteration:
-                items.put(dealer.rest(), is_over=True)
+                _end(items, dealer)
                 return
             except Exception as error:
                 value = Raised(_bare(error, dealer.count))
@@ -488,19 +552,37 @@ def _hand_over(items: Items, value: Any, dealer: _Dealer, keeper: _States) -> No
         items.put(dealt)
 
 
+def _end(items: Items, dealer: _Dealer) -> None:
+    """Have the rest be taken: the stream has ended."""
+    if items.reading.was_read and not dealer.count:
+        log.warning(
+            "The stream has given nothing, and was read before. If it is an iterator, which gives its items once, give "
+            "ParallelMap a function that makes it."
+        )
+    items.put(dealer.rest(), is_over=True)
+
+
 def _bare(error: BaseException, number: int) -> BaseException:
-    """Return an error of the stream as it can be sent to a worker: without its frames, which a note shows."""
-    error.add_note(
-        f"Raised by the stream in place of item {number}:\n{''.join(traceback.format_tb(error.__traceback__))}"
-    )
-    error.__traceback__ = None
+    """Return an error of the stream as it can be sent to a worker: without its frames, which a note shows.
+
+    What would end a worker, as SystemExit does, is an error like any other. The user's class may refuse anything.
+    """
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    notes = [*getattr(error, "__notes__", ()), f"Raised by the stream in place of item {number}:\n{frames}"]
     try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        notes = error.__notes__
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-        error.__notes__ = notes
-    return error
+        can_travel = isinstance(pickle.loads(pickle.dumps(error)), Exception)
+    except BaseException:
+        can_travel = False
+    bare = error if can_travel else RuntimeError(_words(error))
+    BaseException.__setattr__(bare, "__notes__", notes)
+    return bare.with_traceback(None)
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as other:
+        return f"{type(error).__name__}, whose text raised {type(other).__name__}"
 
 
 def open_stream(stream: Any) -> Any:
@@ -513,14 +595,25 @@ def is_stream(thing: Any) -> bool:
     return hasattr(type(thing), "__iter__") or hasattr(type(thing), "__aiter__")
 
 
+def gives_once(stream: Any) -> bool:
+    """Whether it is known to be an iterator that cannot begin anew: a generator, `map`, an open file.
+
+    Iterators of the user's classes may begin anew in their ``__iter__``.
+    """
+    kind = type(stream)
+    is_iterator = hasattr(kind, "__next__") or hasattr(kind, "__anext__")
+    return is_iterator and kind.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
 def size_of(value: Any, depth: int = 4) -> int:
-    """Return about how many bytes a value takes."""
+    """Return about how many bytes a value takes: it, and what is in its containers and attributes."""
     if type(value) in _FLAT:
         return sys.getsizeof(value)
-    if isinstance(nbytes := getattr(value, "nbytes", None), int):
+    if isinstance(nbytes := probe(value, "nbytes"), int):
         return nbytes
-    if depth and isinstance(value, (list, tuple)):
+    if depth and isinstance(value, _CONTAINERS):
         return sum(size_of(each, depth - 1) for each in value)
-    if depth and isinstance(value, dict):
-        return sum(size_of(each, depth - 1) for each in value.values())
-    return sys.getsizeof(value)
+    attributes = value if isinstance(value, dict) else probe(value, "__dict__")
+    if depth and isinstance(attributes, dict):
+        return sum(size_of(each, depth - 1) for each in attributes.values())
+    return sys.getsizeof(value, 0)

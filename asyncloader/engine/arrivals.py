@@ -27,6 +27,11 @@ class Arrivals:
         self._plan = plan if getattr(plan, "arrives", False) else None
         self._tell = while_alive(run.keys_came, None)
 
+    def leave(self) -> None:
+        """Ask for no more keys. In any thread."""
+        if self._plan is not None:
+            self._plan.leave()
+
     def must_wait(self) -> bool:
         """Whether the next keys are still to arrive. Then the run is told of them: perhaps in here already."""
         while self._plan is not None and not self.are_awaited:

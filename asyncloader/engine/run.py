@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from asyncloader.engine import exits
@@ -33,6 +34,7 @@ from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.snapshot import Frozen, Start
 from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
+from asyncloader.protocols import namer
 
 
 class Run:
@@ -80,6 +82,7 @@ class Run:
         self.ends: dict[int, Frozen] = {}
         self.is_stream = options.is_iterable
         self._overlaps = options.overlaps
+        self._names = namer(options.dataset, of_batches=options.auto_collation)
         self.begin_at(epoch.starts or {})
         self.taking = Taking(progress, limit)
         self.handoff = self.taking.handoff
@@ -200,6 +203,7 @@ class Run:
         """Read the sampler no more when keys come: another run is about to."""
         with self._lock:
             self._is_left = True
+            self._arrivals.leave()
 
     def check(self) -> None:
         """Raise what has ended the run, after all that is ready: to each consumer once, a thread or a task.
@@ -292,6 +296,7 @@ class Run:
     def close(self) -> None:
         """Drop what is ready, and wake consumers: nobody makes batches any more."""
         self.closed = True
+        self._arrivals.leave()
         if self.error is None:
             self.taking.clear()
         self.handoff.wake_all()
@@ -323,6 +328,10 @@ class Run:
         place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
         keys = None if self.is_stream else self.progress.placed(ticket.seq, ticket.keys)
         return item._replace(number=self.tracks[item.worker].answered(item.seq, place, keys), keys=keys)
+
+    def named(self, ticket: Ticket) -> Ticket:
+        """Return the ticket for a message: with what its samples are called in place of their keys."""
+        return replace(ticket, keys=self._names(ticket.keys))
 
     def lost(self, worker: int) -> None:
         """Note that what a worker that is gone had been given was not made."""

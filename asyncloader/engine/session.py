@@ -340,7 +340,7 @@ class Session:
             if ticket.bounds is None and not self._pins:
                 times = run.meter.came(ticket.seq, [times])
         elif outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
-            keys = None if run.is_stream else ticket.keys  # a stream has no indices
+            keys = None if run.is_stream else run.named(ticket).keys  # a stream has no indices
             outcome = outcome._replace(error=outcome.error.rebuild(keys, ticket.bounds[0] if ticket.bounds else 0))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         item = Item(outcome, ticket.seq, worker, times)
@@ -356,7 +356,7 @@ class Session:
             return [] if batch is None else self._conclude(ticket, batch)
         if outcome.kind != Kind.BATCH:
             if outcome.kind == Kind.LEFT_OUT:
-                run.faults.left_out.append(ticket.keys)
+                run.faults.left_out.append(run.named(ticket).keys)
             return run.scheduler.ready(item.seq, item)
         if not self._pins:
             return run.scheduler.ready(item.seq, item, outcome.nbytes)
@@ -451,19 +451,21 @@ class Session:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""
         scheduler = self.run.scheduler
         ticket = scheduler.in_flight[worker][number]
-        with_notes(error, [f"The sampler yielded {describe_keys(ticket.keys)}, which {why} a worker process."])
+        names = describe_keys(self.run.named(ticket).keys)
+        with_notes(error, [f"The sampler yielded {names}, which {why} a worker process."])
         self.apply(scheduler.returned(worker, number) + self._came(ticket, failed(error, ticket.seq)))
 
     def _fail(self, action: Fail) -> None:
         """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
-        error = action.cause(list({ticket.seq: ticket for ticket in action.tickets}.values()))
+        named = {ticket.seq: self.run.named(ticket) for ticket in action.tickets}
+        error = action.cause(list(named.values()))
         if action.at_once:
             self.run.raise_first(error)
             return
         (ticket,) = action.tickets
         item = failed(error, ticket.seq)
         if action.leave_out:
-            log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
+            log.warning("The batch with the indices %s is left out: %s", describe_keys(named[ticket.seq].keys), error)
             item = Item(Outcome(Kind.LEFT_OUT), ticket.seq)
         self.apply(self._came(ticket, item))
 
@@ -484,7 +486,7 @@ class Session:
         error = action.error
         self._read_inbox()
         if lost := self.run.scheduler.stopped():
-            count, keys = len({ticket.seq for ticket in lost}), describe_keys(lost[0].keys)
+            count, keys = len({ticket.seq for ticket in lost}), describe_keys(self.run.named(lost[0]).keys)
             error.add_note(f"{count} batches that were planned are lost; the first has the indices {keys}.")
         self._stop(error)
         self._loop.call_soon(self._close, END_GRACE_S)

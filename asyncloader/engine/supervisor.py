@@ -268,7 +268,8 @@ class Supervisor:
         run, worker = self.session.run, ticket.worker
         has_ticket = run.scheduler.in_flight.get(worker, {}).get(ticket.number) is ticket
         is_there, age_s = self._pool.processes.get(worker) is process, monotonic() - process.started_at
-        found = Overdue(timeout_s, ticket, process, stack, age_s, has_ticket and is_there, self._is_at_work)
+        is_held = has_ticket and is_there
+        found = Overdue(timeout_s, run.named(ticket), process, stack, age_s, is_held, self._is_at_work)
         decided = self.recovery.overdue(found, run.start_of(worker))
         if isinstance(decided, BatchTimeoutError):
             return decided

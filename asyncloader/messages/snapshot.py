@@ -21,7 +21,7 @@ from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 from asyncloader.epochs import Told
-from asyncloader.protocols import is_stateful
+from asyncloader.protocols import is_stateful, put_back
 from asyncloader.seeding.sample_context import Placed
 
 _SHARE = 50
@@ -265,8 +265,8 @@ class Keeper:
         self._keeps_keys = True  # of batches since the last snapshot: those of a stream are only counted
         self._is_first = True  # what is drawn between the beginning and the first batch is not drawn again
         self._pace = Pace()
-        if self._snapshot.get("dataset") is not None and is_stateful(dataset):
-            dataset.load_state_dict(self._snapshot["dataset"])
+        if is_stateful(dataset):
+            put_back(dataset, self._snapshot.get("dataset"))
 
     def attach(self, iterator: Any) -> bool:
         """Bring back the state of the dataset's iterator, which was made after the dataset's; whether it had ended."""

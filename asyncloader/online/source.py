@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any
 
@@ -115,10 +116,13 @@ class StreamSource:
         self.waits = False
         self._source = source
         self._tell = tell
+        self._items: Any = None
         self._begin(Place())
 
     def _begin(self, place: Place) -> None:
-        items = self._items = Items(Reading(self._source, 0, (0, 0), place, 0, 1, _MOST_ITEMS, _MOST_BYTES))
+        before = (weakref.ref(self._items),) if self._items is not None and is_stream(self._source) else ()
+        reading = Reading(self._source, 0, (0, 0), place, 0, 1, _MOST_ITEMS, _MOST_BYTES, before=before)
+        items = self._items = Items(reading)
         self._keys: StreamKeys | None = StreamKeys(lambda: items, _nothing)
 
     def draw(self) -> Any:

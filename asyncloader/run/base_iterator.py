@@ -133,6 +133,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
         start = begin(self._options, state, self._runs, draw, prepare=prepare, last=last)
         self._checkpointer = start.checkpointer
+        start.plan.end_with(self)
         if self._options.seeds_here:
             self._seeding.begin(start.checkpointer.key)
         self._base_seed = start.checkpointer.base_seed

@@ -213,7 +213,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
     def close(self) -> None:
         """End; a batch in work on the thread is waited for, 3 s at most."""
         run = self._run
-        run.closed = True
+        run.close()
         run.stop()
         run.handoff.wake_all()
         run.join(3.0)

@@ -29,6 +29,7 @@ from asyncloader.messages.failure import LocalError
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.modes import Modes
 from asyncloader.messages.outcome import Outcome
+from asyncloader.protocols import namer
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.worker.batch_maker import BatchMaker, Host
 
@@ -97,6 +98,7 @@ class InlineRun:
         self._aside = aside
         self._is_stream, self._is_batched = maker.spec.is_iterable, maker.spec.auto_collation
         self._knows_places = maker.spec.knows_places
+        self._names = namer(maker.spec.dataset, of_batches=self._is_batched)
         self._pid = os.getpid()
         self._kicks: queue.SimpleQueue[object] = queue.SimpleQueue()  # True: look for work; anything else: end
         self._thread: threading.Thread | None = None
@@ -108,6 +110,11 @@ class InlineRun:
     def is_over(self) -> bool:
         """Whether all of the plan is made, and taken."""
         return self.plan_ended and not self.to_do and not self.taking.has_ready
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self.closed = True
+        self._arrivals.leave()
 
     def has_news(self) -> bool:
         """Whether a task that waits should look again: at a batch, at an end, or as nobody is to make one for it."""
@@ -250,7 +257,7 @@ class InlineRun:
         if outcome.kind == Kind.EXHAUSTED:
             return Item(outcome)
         if outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
-            plain = keys.keys if type(keys) is Placed else keys
+            plain = self._names(keys.keys if type(keys) is Placed else keys)
             outcome = outcome._replace(error=outcome.error.rebuild(None if self._is_stream else plain))
         if outcome.kind == Kind.LEFT_OUT:
             bad = [sample.key for sample in outcome.bad]

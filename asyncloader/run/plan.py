@@ -29,7 +29,7 @@ from asyncloader.epochs import restore
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.indices import Indices, listed
 from asyncloader.messages.snapshot import Frozen, Pace, plain, unplain
-from asyncloader.protocols import FollowsConsumers, is_stateful, probe
+from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
 from asyncloader.run.rng_snapshot import draws_once
 from asyncloader.samplers.ordered import bare_state, whole_state
 from asyncloader.samplers.random_order import indices, skip, take
@@ -103,6 +103,7 @@ class Plan:
         self._begun: list[Any] = []  # a batch that is being taken: a Ctrl-C may hit again
         self._ended_by = ""  # the interrupt that has finished a generator of the sampler's
         self._ahead: Iterator[Any] = iter(())  # what was read before the plan was asked for it
+        self._consumer: Callable[[], Any] = _nobody
         self._inner: Any = None if self._takes_apart else iterator  # what may have a state
         self._progress = progress
         self._done = frozenset(progress.now.ahead)
@@ -155,13 +156,31 @@ class Plan:
         self._held = _NOTHING
         return keys
 
+    def end_with(self, consumer: object) -> None:
+        """Have keys be read ahead for this object alone: see `EndsWithConsumer`. Called before they are read."""
+        self._consumer = weakref.ref(consumer)
+        self._bind()
+
+    def leave(self) -> None:
+        """Have no more keys be read ahead. In any thread."""
+        if hasattr(self._inner, "leave"):
+            cast(EndsWithConsumer, self._inner).leave()
+
+    def _begin_inner(self) -> None:
+        self._inner = indices(self._index_sampler.sampler)
+        self._bind()
+
+    def _bind(self) -> None:
+        if (consumer := self._consumer()) is not None and self.arrives and hasattr(self._inner, "end_with"):
+            self._inner.end_with(consumer)
+
     def awaits(self, tell: Callable[[], object]) -> bool:
         """Whether the next keys are still to arrive: then ``tell`` is called once, in any thread, when they have."""
         if self._held is not _NOTHING or self._ended_by:
             return False
         try:
             if self._inner is None:
-                self._inner = iter(self._index_sampler.sampler)
+                self._begin_inner()
             arrived = getattr(self._inner, "arrived", None)  # None: it is at its end, and another stands in its place
             count = self._index_sampler.batch_size - len(self._begun) if self._takes_apart else 1
             return arrived is not None and not arrived(count, tell)
@@ -264,7 +283,7 @@ class Plan:
         """
         with Drawing():
             if self._takes_apart:
-                self._inner = indices(self._index_sampler.sampler)
+                self._begin_inner()
                 batches *= self._index_sampler.batch_size
             if states is not None and states["iterator"] is not None and is_stateful(self._inner):
                 self._inner.load_state_dict(states["iterator"])
@@ -297,7 +316,7 @@ class Plan:
         """
         try:
             if self._inner is None:
-                self._inner = indices(self._index_sampler.sampler)
+                self._begin_inner()
             return take(self._inner, self._index_sampler.batch_size, self._begun, self._pair)
         except Exception:
             self._end()
@@ -307,6 +326,10 @@ class Plan:
 def _next_batch(plan: weakref.ref[Plan]) -> list[Any]:
     alive = plan()
     return [] if alive is None else alive._batch()
+
+
+def _nobody() -> None:
+    """Stand for a consumer that is not known."""
 
 
 class _Raised(NamedTuple):

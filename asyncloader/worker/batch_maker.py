@@ -38,6 +38,7 @@ from asyncloader.messages.snapshot import Keeper, Start
 from asyncloader.observe.private import PrivateBytes
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
+from asyncloader.protocols import namer
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.hashing import mix
@@ -383,8 +384,9 @@ class BatchMaker:
         samples, job.samples = job.samples, None  # what a sample lies in is free again with the batch
         if job.errors:
             keys = None if spec.is_iterable else job.keys if spec.auto_collation else [job.keys]
+            name = namer(spec.dataset, of_batches=False)
             job.bad = [
-                BadSample(None if keys is None else keys[at], at, RemoteError.capture(error, self._host.where))
+                BadSample(None if keys is None else name(keys[at]), at, RemoteError.capture(error, self._host.where))
                 for at, error in sorted(job.errors.items())
             ]
             samples = mend(samples, job.errors, leave_out=spec.on_error == "skip")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
 import pickle
 import signal
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from itertools import chain
 from typing import Any
@@ -21,7 +23,7 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import ConfigurationError, DataLoader, StateMismatchError
 from asyncloader.datasets import ParallelMap
-from asyncloader.datasets.stream_keys import Items, Place, Reading
+from asyncloader.datasets.stream_keys import Items, Place, Reading, size_of
 from tests import inside
 from tests.patience import wait_until
 
@@ -270,12 +272,201 @@ def test_an_error_that_cannot_be_sent_is_told() -> None:
         list(DataLoader(ParallelMap(lambda: 3, square), 2))
 
 
-def test_a_generator_is_read_once() -> None:
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """An error that refuses notes, and to be told of its traceback."""
+
+    number: int
+
+
+class Speechless(Exception):
+    """An error without a text, that does not come through a pickle."""
+
+    def __str__(self) -> str:
+        raise KeyError
+
+    def __reduce__(self) -> Any:
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("error", "match"), [(Frozen(3), "Frozen: "), (Speechless(), "Speechless, whose"), (SystemExit(3), "SystemExit: 3")]
+)
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("options", PLACES[::2][:2])
+def test_an_error_that_refuses_everything_is_told(
+    error: BaseException, match: str, begins: bool, options: dict[str, Any]
+) -> None:
+    """At the beginning of the stream, and in the middle. Nobody waits for ever, and no worker ends."""
+
+    class Raising:
+        def __iter__(self) -> Iterator[int]:
+            if begins:
+                raise error
+            return chain([2], iter(self.fail, None))
+
+        def fail(self) -> int:
+            raise error
+
+    iterator = iter(DataLoader(ParallelMap(Raising(), square), 1, **options))
+    if not begins:
+        assert next(iterator).tolist() == [4]
+    with pytest.raises(RuntimeError, match=match) as caught:
+        next(iterator)
+    assert f"in place of item {int(not begins)}" in "".join(caught.value.__notes__) + str(caught.value.__cause__)
+    del iterator, caught
+    wait_until(lambda: not readers())
+
+
+@pytest.mark.parametrize(
+    "stream", [lambda: numbers(), lambda: slow_numbers(), lambda: map(int, range(COUNT)), lambda: iter([*range(COUNT)])]
+)
+def test_an_iterator_is_read_once(stream: Any) -> None:
     """The second epoch would be empty."""
-    loader = DataLoader(ParallelMap(numbers(), square), 4)
+    loader = DataLoader(ParallelMap(stream(), square), 4)
     assert batches(loader) == WANTED
     with pytest.raises(ConfigurationError, match="give ParallelMap the function"):
         batches(loader)
+
+
+def test_a_stream_that_gives_nothing_more_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Iterators of the user's may begin anew or not: the epoch says so, when it is empty."""
+
+    class Once:
+        def __init__(self) -> None:
+            self.left = [*range(COUNT)]
+
+        def __iter__(self) -> Once:
+            return self
+
+        def __next__(self) -> int:
+            if not self.left:
+                raise StopIteration
+            return self.left.pop(0)
+
+    loader = DataLoader(ParallelMap(Once(), square), 4)
+    assert batches(loader) == WANTED
+    assert "has given nothing" not in caplog.text
+    assert batches(loader) == []
+    assert "has given nothing" in caplog.text
+
+
+class Slow:
+    """A stream with one position, which a step leaves a while after it has begun."""
+
+    at = 0
+
+    def __iter__(self) -> Slow:
+        self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        threading.Event().wait(0.003)
+        if self.at == COUNT:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+
+@pytest.mark.parametrize("options", PLACES[:4])
+def test_an_epoch_that_is_left_takes_nothing_of_the_next(options: dict[str, Any]) -> None:
+    """Though its thread is in the stream: the next one waits for it to come back."""
+    loader = DataLoader(ParallelMap(Slow(), square), 4, **options)
+    for _ in range(3):
+        for _batch in loader:
+            break
+        assert batches(loader) == WANTED
+
+
+def test_iterators_over_one_stream_do_not_wait_for_each_other() -> None:
+    """Both are taken from."""
+    loader = DataLoader(ParallelMap(range(COUNT), square, max_items=1), 4)
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+    assert pairs == [(batch, batch) for batch in WANTED]
+
+
+class Stateless(Counting):
+    """A stream that cannot provide its state after all."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lock": threading.Lock()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_a_state_that_cannot_be_taken_costs_no_item(caplog: pytest.LogCaptureFixture) -> None:
+    """It is told once, and the stream is read again."""
+    loader = DataLoader(ParallelMap(Stateless(), square), 4)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    del iterator
+    assert caplog.text.count("could not be taken") == 1
+    other = DataLoader(ParallelMap(Stateless(), square), 4)
+    other.load_state_dict(state)
+    assert batches(other) == WANTED[1:]
+
+
+class Keeping(IterableDataset[int]):
+    """A stream that begins from a state that it has loaded time and again, as those of Hugging Face's `datasets`."""
+
+    def __init__(self) -> None:
+        self._starting_state_dict: Any = None
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self._starting_state_dict["at"] if self._starting_state_dict else 0, COUNT):
+            self.at = number + 1
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._starting_state_dict = state
+
+
+@pytest.mark.parametrize("wrap", [lambda stream: stream, lambda stream: ParallelMap(stream, int)])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1, "persistent_workers": True}, {"num_workers": 1, "worker_backend": "thread"}]
+)
+def test_a_stream_that_keeps_its_state_begins_at_its_beginning(wrap: Any, options: dict[str, Any]) -> None:
+    """In the epochs after the one that was resumed. A state that the user has loaded stays."""
+    whole = [[*range(at, min(at + 4, COUNT))] for at in range(0, COUNT, 4)]
+    for steps in (0, 2, 6):
+        loader = DataLoader(wrap(Keeping()), 4, **options)
+        iterator = iter(loader)
+        for _ in range(steps):
+            next(iterator)
+        state = loader.state_dict()
+        del iterator
+        other = DataLoader(wrap(Keeping()), 4, **options)
+        other.load_state_dict(state)
+        assert [batches(other) for _ in range(3)] == [whole[steps:], whole, whole]
+        for each in (loader, other):
+            each.close()
+    stream = Keeping()
+    stream.load_state_dict({"at": 20})
+    assert batches(DataLoader(wrap(stream), 4)) == [[20, 21, 22]]
+
+
+def test_sizes_are_those_of_what_is_within() -> None:
+    """Of containers and of attributes, also of objects that answer to any name in their own way."""
+
+    @dataclasses.dataclass
+    class Sample:
+        image: bytes
+        boxes: Any
+
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    large = bytes(10_000)
+    for thing in (large, [large], {"a": large}, {large}, Sample(large, None), Sample(b"", deque([large]))):
+        assert 10_000 <= size_of(thing) < 11_000
+    assert size_of(Odd()) < 1_000
 
 
 def test_so_much_is_read_ahead_and_no_more() -> None:
@@ -332,6 +523,19 @@ def test_what_was_taken_is_not_counted_on() -> None:
         items.put([(number, bytes(1_000))])
         assert items.take() == (number, bytes(1_000))
     assert len(inside.sizes(items)) <= 10
+
+
+def test_an_error_after_the_last_item_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """It has no item to stand for: whether it came in time would be a matter of luck."""
+
+    class Closing(Opened):
+        async def __aexit__(self, *exc_info: object) -> None:
+            raise ValueError("closed badly")
+
+    loader = DataLoader(ParallelMap(Closing(), square), 4)
+    assert [batches(loader) for _ in range(2)] == [WANTED] * 2
+    wait_until(lambda: not readers())
+    assert caplog.text.count("ValueError: closed badly") == 2
 
 
 @pytest.mark.parametrize("stream", [numbers, slow_numbers])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from asyncloader import DataLoader
 from asyncloader.accelerate import use_asyncloader
+from asyncloader.datasets import ParallelMap
 from asyncloader.protocols import leaves_out_buffer
 from tests.frameworks.witness import Sample, assert_made_by_torch, assert_made_by_us, attest, indices
 
@@ -249,7 +251,7 @@ def test_streams_go_on_where_they_were(
 
 @pytest.mark.parametrize("wrap", ["map", "interleave", "take"])
 def test_shuffle_buffers_are_found_below_what_is_done_with_a_stream(table: datasets.Dataset, wrap: str) -> None:
-    """Its state lacks them there too. A buffer of one row is none."""
+    """Its state lacks them there too, also a buffer of one row."""
 
     def wrapped(buffer_size: int | None) -> Any:
         stream = table.to_iterable_dataset(num_shards=4)
@@ -258,8 +260,37 @@ def test_shuffle_buffers_are_found_below_what_is_done_with_a_stream(table: datas
             return datasets.interleave_datasets([stream, table.to_iterable_dataset()])
         return stream.map(lambda row: row) if wrap == "map" else stream.take(8)
 
-    assert leaves_out_buffer(wrapped(10))
-    assert not any(map(leaves_out_buffer, (wrapped(None), wrapped(1), table)))
+    assert all(map(leaves_out_buffer, (wrapped(10), wrapped(1))))
+    assert not any(map(leaves_out_buffer, (wrapped(None), table)))
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("buffer_size", [None, 1, 5])
+def test_epochs_after_a_resume_are_whole(
+    table: datasets.Dataset, buffer_size: int | None, num_workers: int, is_mapped: bool
+) -> None:
+    """The stream keeps the state that it has loaded; the next epochs begin at the beginning all the same."""
+
+    def loader() -> DataLoader[Any]:
+        stream = table.to_iterable_dataset(num_shards=4)
+        stream = stream if buffer_size is None else stream.shuffle(seed=3, buffer_size=buffer_size)
+        dataset: Any = ParallelMap(stream, itemgetter("index")) if is_mapped else stream.select_columns(["index"])
+        return DataLoader(dataset, 4, collate_fn=list, num_workers=num_workers, persistent_workers=num_workers > 0)
+
+    first = loader()
+    whole = list(first)
+    assert len(whole) == 10
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    state = first.state_dict()
+    del iterator
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert [list(resumed) for _ in range(3)] == [whole[3:], whole, whole]
+    for each in (first, resumed):
+        each.close()
 
 
 class KillsOnce:
