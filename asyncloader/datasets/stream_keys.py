@@ -43,15 +43,36 @@ _STATE_SHARE = 50
 class Raised:
     """What the stream raised, in place of an item.
 
-    Attributes:
-        error: The exception.
+    Pickled, and so a copy each time: a stream may raise one object time and again; and an exception keeps the frames
+    that it is raised through, and with them the iterator over batches, which would never end.
+
+    Args:
+        error: The exception. What would end a worker, as SystemExit does, becomes an error like any other, and so does
+            what cannot be pickled: the user's class may refuse anything.
+        number: Of the item.
     """
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    def __init__(self, error: BaseException, number: int) -> None:
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        self._notes = [*getattr(error, "__notes__", ()), f"Raised by the stream in place of item {number}:\n{frames}"]
+        bare = error.with_traceback(None)
+        try:
+            self._pickled = pickle.dumps(bare)
+            can_travel = isinstance(pickle.loads(self._pickled), Exception)
+        except BaseException:
+            can_travel = False
+        if not can_travel:
+            self._pickled = pickle.dumps(RuntimeError(_words(bare)))
 
     def __repr__(self) -> str:
         return repr(self.error)
+
+    @property
+    def error(self) -> BaseException:
+        """The exception, made anew, with the frames of the stream as a note."""
+        error: BaseException = pickle.loads(self._pickled)
+        BaseException.__setattr__(error, "__notes__", list(self._notes))
+        return error
 
 
 StreamItem: TypeAlias = tuple[int, Any]
@@ -313,7 +334,7 @@ class Items:
     def fail(self, error: BaseException) -> None:
         """Nothing more can be read, because of this, which the next item raises."""
         number = self._items[-1][0] + self.reading.num_replicas if self._items else self._next
-        self.put([(number, Raised(_bare(error, number)))], is_over=True)
+        self.put([(number, Raised(error, number))], is_over=True)
 
 
 class StreamKeys:
@@ -494,7 +515,7 @@ def _read_plain(items: Items, stream: Any, states: dict[str, Any]) -> None:
             _end(items, dealer)
             return
         except Exception as error:
-            value = Raised(_bare(error, dealer.count))
+            value = Raised(error, dealer.count)
         _hand_over(items, value, dealer, keeper)
 
 
@@ -523,7 +544,7 @@ async def _read_opened(items: Items, stream: Any, states: dict[str, Any]) -> Non
                 _end(items, dealer)
                 return
             except Exception as error:
-                value = Raised(_bare(error, dealer.count))
+                value = Raised(error, dealer.count)
             _hand_over(items, value, dealer, keeper)
     except asyncio.CancelledError:
         if not items.is_left:
@@ -560,22 +581,6 @@ def _end(items: Items, dealer: _Dealer) -> None:
             "ParallelMap a function that makes it."
         )
     items.put(dealer.rest(), is_over=True)
-
-
-def _bare(error: BaseException, number: int) -> BaseException:
-    """Return an error of the stream as it can be sent to a worker: without its frames, which a note shows.
-
-    What would end a worker, as SystemExit does, is an error like any other. The user's class may refuse anything.
-    """
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    notes = [*getattr(error, "__notes__", ()), f"Raised by the stream in place of item {number}:\n{frames}"]
-    try:
-        can_travel = isinstance(pickle.loads(pickle.dumps(error)), Exception)
-    except BaseException:
-        can_travel = False
-    bare = error if can_travel else RuntimeError(_words(error))
-    BaseException.__setattr__(bare, "__notes__", notes)
-    return bare.with_traceback(None)
 
 
 def _words(error: BaseException) -> str:

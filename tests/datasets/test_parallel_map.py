@@ -318,6 +318,22 @@ def test_an_error_that_refuses_everything_is_told(
     wait_until(lambda: not readers())
 
 
+def test_one_error_that_is_raised_time_and_again() -> None:
+    """Each item has a note of its own, and no frames of the others."""
+    error = ValueError("again")
+
+    def fail() -> int:
+        raise error
+
+    iterator = iter(DataLoader(ParallelMap(lambda: iter(fail, None), square, max_items=50), None))
+    for number in range(100):
+        with pytest.raises(ValueError, match="again") as caught:
+            next(iterator)
+        (note,) = caught.value.__notes__[:1]
+        assert f"item {number}:" in note
+        assert note.count("in fail") == 1
+
+
 @pytest.mark.parametrize(
     "stream", [lambda: numbers(), lambda: slow_numbers(), lambda: map(int, range(COUNT)), lambda: iter([*range(COUNT)])]
 )
