@@ -464,6 +464,49 @@ MUTATIONS = (
         "numbers = 0 * named[:, None] + np.arange(length)",
         "samplers/test_mixture.py samplers/test_orders.py",
     ),
+    Mutation(
+        "host memory is let go of while copies read it",
+        "device/device.py",
+        "            self._underway.append((mark, source))\n",
+        "            pass\n",
+        "run/test_device_iterator.py",
+    ),
+    Mutation(
+        "memory on a device is used again before the step that reads it",
+        "device/device.py",
+        "                self.note_use(data)\n",
+        "                pass\n",
+        "run/test_device_iterator.py",
+    ),
+    Mutation(
+        "a program's stream does not wait for the copy of its batch",
+        "device/device.py",
+        "        if self.overlaps:\n            self.wait(mark)\n",
+        "        if self.overlaps:\n",
+        "run/test_device_iterator.py",
+    ),
+    Mutation(
+        "a program that is ahead of its device fills that with batches",
+        "run/device_iterator.py",
+        "            self._steps.popleft().synchronize()\n",
+        "            self._steps.popleft()\n",
+        "run/test_device_iterator.py",
+    ),
+    Mutation(
+        "an interrupt while a batch is sent to a device loses it",
+        "run/device_iterator.py",
+        "StopIteration:\n            call.item = None\n            raise\n        except BaseException:\n"
+        "            call.is_over = call.item is not _SENT\n",
+        "StopIteration:\n            call.item = None\n            raise\n        except BaseException:\n",
+        "run/test_device_iterator.py",
+    ),
+    Mutation(
+        "what a transform on a device draws is the same for each batch",
+        "run/device_iterator.py",
+        "            seed = self._seeder(number, ON_DEVICE)\n",
+        "            seed = self._seeder(0, ON_DEVICE)\n",
+        "test_device_option.py",
+    ),
 )
 
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader import ConfigurationError, to_device
+from asyncloader import ConfigurationError, DataLoader, to_device
+from asyncloader.run.base_iterator import ClosableIterator
 from asyncloader.run.device_iterator import on_device
 from asyncloader.transport import arena
 from asyncloader.transport.slab import SlabPool
@@ -185,10 +186,15 @@ class Interrupt(BaseException):
 
 
 @pytest.mark.parametrize("call", ["copy", "mark", "wait", "note_use", "keep", "sweep", "hand_over", "send"])
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 5])
-def test_an_interrupt_anywhere_loses_no_batch(monkeypatch: pytest.MonkeyPatch, call: str, at: int) -> None:
+@pytest.mark.parametrize("at", [0, 1, 3, 5])
+@pytest.mark.parametrize("source", ["any iterator", "a loader", "workers"])
+def test_an_interrupt_anywhere_loses_no_batch(monkeypatch: pytest.MonkeyPatch, source: str, call: str, at: int) -> None:
     """Whatever call to the device it comes in: the next call of the program gets the batch that this one was to get."""
     device = SimulatedDevice()
+    data = [torch.full((2,), float(i)) for i in range(6)]
+    how: dict[str, Any] = {"num_workers": 1, "worker_backend": "thread"} if source == "workers" else {}
+    loader: Any = DataLoader(data, None, **how)  # type: ignore[arg-type]
+    iterator = on_device(iter(data if source == "any iterator" else loader), device, 1)
     left = [at]
     as_it_was = getattr(device, call)
 
@@ -199,9 +205,8 @@ def test_an_interrupt_anywhere_loses_no_batch(monkeypatch: pytest.MonkeyPatch, c
         return as_it_was(*args, **kwargs)
 
     monkeypatch.setattr(device, call, interrupted)
-    iterator = on_device(iter([torch.full((2,), float(i)) for i in range(6)]), device, 1)
     seen: list[float] = []
-    interrupts = 0
+    interrupts = taken = 0
     while True:
         try:
             batch = next(iterator)
@@ -209,12 +214,33 @@ def test_an_interrupt_anywhere_loses_no_batch(monkeypatch: pytest.MonkeyPatch, c
             break
         except Interrupt:
             interrupts += 1
+            assert source == "any iterator" or loader.state_dict()["position"] == taken
             continue
+        taken += 1
+        assert source == "any iterator" or loader.state_dict()["position"] == taken
         device.step(batch, lambda tensors: seen.append(float(tensors[0][0])))
     device.run()
     assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert device.faults == []
     assert interrupts == (left[0] < 0)
+
+
+def test_an_iterator_whose_batches_count_as_given_is_not_asked_ahead() -> None:
+    """As that of ranks in equal steps, or one that is on a device already: states would be ahead of the program."""
+
+    class Counting(ClosableIterator):
+        given = 0
+
+        def __next__(self) -> torch.Tensor:
+            self.given += 1
+            return torch.full((2,), float(self.given))
+
+    device, inner = SimulatedDevice(), Counting()
+    batches = on_device(inner, device, 3)
+    for number in range(1, 4):
+        next(batches)
+        assert inner.given == number
+    device.run()
 
 
 def test_what_cannot_be_is_refused() -> None:
