@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
 
-from asyncloader import DataLoader, ElasticSampler
+from asyncloader import DataLoader, ElasticSampler, sample_rng
 from asyncloader.engine.progress import Call
 from asyncloader.testing import assert_resumable, assert_resumable_async
 from tests import inside
@@ -379,6 +379,66 @@ def test_out_of_order_with_a_sampler_that_has_a_state() -> None:
     resumed.load_state_dict(state)
     found += [index for batch in resumed for index in batch.tolist()]
     assert sorted(found) == list(range(LENGTH))
+
+
+class OneIsLate(Dataset[Any]):
+    """Samples that draw a number of their own; one waits at a gate."""
+
+    def __init__(self, late: int) -> None:
+        self.late, self.gate = late, threading.Event()
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        if index == self.late:
+            self.gate.wait(30)
+        return index, float(sample_rng().random())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda: {"batch_size": 2, "sampler": ElasticSampler(LENGTH, 1, 0, shuffle=False)},
+        lambda: {"batch_size": 2, "sampler": Epochs()},
+        lambda: {"batch_sampler": [[0], [1, 2, 3], [4], [5, 6], *([each] for each in range(7, LENGTH))]},
+    ],
+    ids=["elastic", "with a state", "unequal"],
+)
+def test_samples_draw_the_same_numbers_after_batches_that_came_early(
+    order: Callable[[], dict[str, Any]], num_workers: int
+) -> None:
+    """A state knows how many samples came before it also where its run has not read the batches again that are done."""
+
+    first_key, *_ = BatchSampler(order().get("sampler", [0]), 1, False)
+
+    def make(**options: Any) -> DataLoader[Any]:
+        torch.manual_seed(3)
+        return DataLoader(OneIsLate(first_key[0]), seeding="sample", worker_backend="thread", **order(), **options)
+
+    def samples(batches: Any) -> list[tuple[int, float]]:
+        return [pair for indices, values in batches for pair in zip(indices.tolist(), values.tolist(), strict=True)]
+
+    whole = make()
+    whole.dataset.gate.set()
+    expected = sorted(samples(whole))
+    first = make(num_workers=2, in_order=False)
+    iterator = iter(first)
+    given = [next(iterator) for _ in range(4)]
+    state = first.state_dict()
+    first.dataset.gate.set()
+    iterator.close()
+    assert state["ahead"]
+    second = make(num_workers=num_workers)
+    second.dataset.gate.set()
+    second.load_state_dict(state)
+    for batch in second:
+        given.append(batch)
+        third = make()
+        third.dataset.gate.set()
+        third.load_state_dict(json.loads(json.dumps(second.state_dict())))
+        assert sorted(samples([*given, *third])) == expected
 
 
 def test_a_sampler_with_a_state_is_read_no_further_than_torch_reads_it() -> None:

@@ -257,6 +257,13 @@ class Progress:
         """Return the number of the first sample of a batch in the epoch; -1 if nobody has counted them."""
         return self._firsts.get(number, self._next_sample) if self._knows_places else -1
 
+    def counted_until(self, position: int) -> int:
+        """Return the last batch up to this one of which it is known how many samples came before it.
+
+        Batches that were done with before the run lie between them, which were not read again yet.
+        """
+        return min(position, self.read) if self._knows_places else position
+
     def folded(self) -> tuple[Place, tuple[Call, ...]]:
         """Return how far consumers are with all that they have been given, and the calls that are not over yet."""
         place, calls = self.counted

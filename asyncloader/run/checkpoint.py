@@ -296,13 +296,14 @@ class Checkpointer:
 
     def _within_the_run(self) -> dict[str, Any]:
         progress, now = self.progress, self.progress.now
+        position = progress.counted_until(now.position)
         return self._of_the_run(
-            progress.sampler_state(now.position),
-            position=now.position,
-            ahead=sorted(now.ahead),
+            progress.sampler_state(position),
+            position=position,
+            ahead=[*range(position, now.position), *sorted(now.ahead)],
             **self.generators_now(),
             bad_count=now.bad_count,
-            sample=progress.first_sample(now.position),
+            sample=progress.first_sample(position),
             workers=None if now.workers is None else as_plain(now.workers),
             next_worker=now.next_worker,
             fingerprint=now.fingerprint,
