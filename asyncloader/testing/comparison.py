@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from asyncloader.transport.parts import BUFFERS, bits_of_array, bits_of_tensor, fields_of, parts_of, reduction_of
+from asyncloader.transport.parts import BUFFERS, bits_of_array, bits_of_tensor, parts_of, reduction_of
 from asyncloader.transport.tensors import Array
 
 _PLAIN = (int, bool, str, bytes, type(None), type(...))
@@ -104,7 +104,7 @@ class _Comparison:
         if isinstance(one, Set):
             return self._sets(one, other, path)
         if dataclasses.is_dataclass(one):
-            return self._mappings(fields_of(one), fields_of(other), path, _attribute)
+            return self._mappings(_fields_of(one), _fields_of(other), path, _attribute)
         return self._objects(one, other, path)
 
     def _first(self, parts: Iterable[tuple[Any, Any, str]]) -> _Found:
@@ -206,6 +206,12 @@ class _Comparison:
                 return found
         found = self.difference(ours.items, theirs.items, path)
         return found or self._mappings(ours.by_key, theirs.by_key, path, _item)
+
+
+def _fields_of(thing: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are for comparison."""
+    names = [field.name for field in dataclasses.fields(thing) if field.compare]
+    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
 
 
 def _says_equal(one: Any, other: Any) -> bool | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import copyreg
-import dataclasses
 import pickle
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -46,12 +45,6 @@ def reduction_of(thing: Any) -> Reduction:
     has_slots = isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
     states = list(state) if has_slots else [state, None]
     return Reduction(maker, made_of, states, list(items or ()), dict(by_key or ()))
-
-
-def fields_of(thing: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that are for comparison."""
-    names = [field.name for field in dataclasses.fields(thing) if field.compare]
-    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
 
 
 def parts_of(tensor: torch.Tensor) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -71,8 +72,64 @@ class Plain:
         self.__dict__.update(more)
 
 
+class Batch(list[Any]):
+    pass
+
+
+class Labelled(dict[str, Any]):
+    pass
+
+
+class Pair(tuple[Any, ...]):
+    pass
+
+
+class Distinct(set[Any]):
+    pass
+
+
+@dataclasses.dataclass
+class Late(Plain):
+    image: Any = dataclasses.field(default=0, compare=False)
+
+
+class Video:
+    def __init__(self, frames: Any) -> None:
+        self.frames = frames
+
+    def __fspath__(self) -> str:
+        return "video"
+
+
+class Rows(collections.abc.Mapping[str, Any]):
+    """Iterates over its rows, as tensordict's classes do, and tells its keys in `keys` and `items` alone."""
+
+    def __init__(self, **columns: Any) -> None:
+        self.columns = columns
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.columns[key] if isinstance(key, str) else Rows(**{k: v[key] for k, v in self.columns.items()})
+
+    def __iter__(self) -> Any:
+        return (self[row] for row in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def keys(self) -> Any:
+        return self.columns.keys()
+
+    def items(self) -> Any:
+        return self.columns.items()
+
+
 class Subclass(torch.Tensor):
     pass
+
+
+def having(thing: Any, **attributes: Any) -> Any:
+    thing.__dict__.update(attributes)
+    return thing
 
 
 def tagged(tensor: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -184,6 +241,12 @@ UNLIKE: list[Callable[[], tuple[Any, ...]]] = [
     lambda: (pd.Series([1, 2]), pd.Series([1, 3]), pd.DataFrame({"a": [1, 2]}), pd.DataFrame({"b": [1, 2]})),
     lambda: (pack_sequence([torch.ones(2), torch.ones(1)]), pack_sequence([torch.ones(2), torch.zeros(1)])),
     lambda: (Plain(a=1), Plain(a=2), Plain(b=1), Plain()),
+    lambda: (Late(1), Late(2), having(Late(1), more=1), having(Late(1), more=2)),
+    lambda: (Batch([1]), having(Batch([1]), ids=1), having(Batch([1]), ids=2), [1]),
+    lambda: (Labelled(a=1), having(Labelled(a=1), ids=1), having(Labelled(a=1), ids=2), {"a": 1}),
+    lambda: (Pair([1]), having(Pair([1]), ids=1), Distinct([1]), having(Distinct([1]), ids=1)),
+    lambda: (Video(1), Video(2), pathlib.Path("video"), pathlib.PurePosixPath("video")),
+    lambda: (Rows(a=torch.zeros(2)), Rows(a=torch.ones(2)), Rows(b=torch.ones(2)), {"a": torch.ones(2)}),
 ]  # fmt: skip
 
 
@@ -212,6 +275,69 @@ def test_what_holds_itself_has_a_digest() -> None:
         return made
 
     assert digest(ring(1)) == digest(ring(1)) != digest(ring(2))
+
+
+def linked(count: int, *, from_number: int = 0) -> Any:
+    """Return one of several objects that each refer to all others."""
+    things = [Looked(number) for number in range(count)]
+    for thing in things:
+        thing.others = [other for other in things if other is not thing]
+    return things[from_number]
+
+
+class Looked(Plain):
+    """Counts how often it is looked at."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getstate__(self) -> Any:
+        LOOKS[self.number] += 1
+        return self.__dict__
+
+
+LOOKS: collections.Counter[int] = collections.Counter()
+
+
+def test_objects_that_refer_to_each_other_are_looked_at_a_few_times() -> None:
+    """Not once for each way that leads to them, which would be 16,000 ways for eight."""
+    LOOKS.clear()
+    found = digest(linked(8))
+    assert set(LOOKS) == set(range(8))
+    assert max(LOOKS.values()) <= 3
+    assert found == digest(copy.deepcopy(linked(8))) != digest(linked(7))
+    changed = linked(8)
+    changed.others[3].others[2].number = 9
+    assert digest(changed) != found
+
+
+@pytest.mark.parametrize("around", [list, lambda things: [things, 1], lambda things: Plain(things=things)])
+def test_samples_may_share_objects_or_have_their_own(around: Callable[[list[Any]], Any]) -> None:
+    """Also parts of a circle, by whichever of them it is entered."""
+    first, third = linked(4), linked(4, from_number=2)
+    both = [first, first.others[1]]
+    assert both[1].number == third.number
+    assert digest(around(both)) == digest(around([linked(4), third]))
+    text = Plain(text="shared")
+    assert digest(around([text, Plain(a=text, b=text)])) == digest(
+        around([Plain(text="shared"), Plain(a=Plain(text="shared"), b=Plain(text="shared"))])
+    )
+
+
+def test_nothing_of_a_batch_is_kept() -> None:
+    """Its memory is free with it."""
+    make, thing = Digester(), Plain(a=1)
+    make([thing, thing])
+    there = weakref.ref(thing)
+    del thing
+    assert there() is None
+
+
+def test_the_byte_order_does_not_matter() -> None:
+    """A pickle of an array may come back in the order of the machine."""
+    for values in (np.arange(3), np.array(["a", "b"]), np.array([(1, 2.0)], "i4,f8"), np.ma.array([1, 2], mask=[0, 1])):
+        assert digest(values) == digest(values.astype(values.dtype.newbyteorder()))
+    assert digest(np.array([1], ">i4")) != digest(np.array([1 << 24], ">i4"))
 
 
 def test_equal_parts_may_be_one_object_or_two() -> None:
