@@ -5,13 +5,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from asyncloader.cli.report import Report
 from asyncloader.observe.trace import Batch, fingerprints_of
 from asyncloader.run.state_file import read_state
-
-Timeline: TypeAlias = dict[Batch, frozenset[str]]
 
 _WHERE = ("epoch", "position", "ahead", "finished")
 """What of a state says how far it is."""
@@ -35,7 +33,8 @@ def compare(files: Sides, report: Report) -> bool:
     if all(are_states):
         return _compare_states(files, report)
     if any(are_states):
-        raise ValueError("one of them is a state, and the other a timeline: give two of a kind")
+        timeline, other = (files.one, files.other) if are_states[1] else (files.other, files.one)
+        raise ValueError(f"{timeline} looks like a timeline, and {other} does not: give two timelines, or two states")
     return _compare_timelines(files, report)
 
 
@@ -53,6 +52,9 @@ def _compare_timelines(files: Sides, report: Report) -> bool:
     both = sorted(one.keys() & other.keys())
     differing = [batch for batch in both if one[batch] != other[batch]]
     shows_loader = any(batch.loader for batch in one.keys() | other.keys())
+    if not both:
+        begins = [_words(min(side), shows_loader=shows_loader) for side in (one, other)]
+        raise ValueError(f"no batch is in both: {files.one} begins with {begins[0]}, {files.other} with {begins[1]}")
     for path, lacking in zip(files, (other.keys() - one.keys(), one.keys() - other.keys()), strict=True):
         if lacking:
             _say_lacking(path, lacking, report, shows_loader=shows_loader)
@@ -60,7 +62,7 @@ def _compare_timelines(files: Sides, report: Report) -> bool:
         report.say("alike", f"the {len(both)} batches that both have are alike", len(both))
         return len(one) == len(both) == len(other)
     first = differing[0]
-    found = {str(path): sorted(side[first]) for path, side in zip(files, (one, other), strict=True)}
+    found = {str(path): list(side[first]) for path, side in zip(files, (one, other), strict=True)}
     place = _words(first, shows_loader=shows_loader)
     report.say(
         "differs",
@@ -73,7 +75,7 @@ def _compare_timelines(files: Sides, report: Report) -> bool:
     return False
 
 
-def _read_timeline(path: Path) -> Timeline:
+def _read_timeline(path: Path) -> dict[Batch, tuple[str, ...]]:
     found = fingerprints_of(path)
     if not found:
         raise ValueError(f"{path} has no fingerprints of batches: give the loader fingerprint=True beside trace=")
@@ -98,7 +100,7 @@ def _words(batch: Batch, *, shows_loader: bool) -> str:
 
 def _compare_states(files: Sides, report: Report) -> bool:
     states = [_read_state(path) for path in files]
-    places = [{name: state[name] for name in _WHERE} for state in states]
+    places = [_place(state) for state in states]
     if places[0] != places[1]:
         raise ValueError(f"the states are of different places: {places[0]} and {places[1]}")
     is_same = bool(states[0]["fingerprint"] == states[1]["fingerprint"])
@@ -108,6 +110,15 @@ def _compare_states(files: Sides, report: Report) -> bool:
     )
     report.say("states", f"the batches before these states are {words}", {"alike": is_same, "fingerprints": found})
     return is_same
+
+
+def _place(state: dict[str, Any]) -> dict[str, Any]:
+    """Return how far a state is. Batches that are done with count alike, whichever of the two lists has them."""
+    position, ahead = state["position"], set(state["ahead"])
+    while position in ahead:
+        position += 1
+    there = {"position": position, "ahead": sorted(number for number in ahead if number > position)}
+    return {name: state[name] for name in _WHERE} | there
 
 
 def _read_state(path: Path) -> dict[str, Any]:

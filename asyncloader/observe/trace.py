@@ -363,19 +363,37 @@ class Batch(NamedTuple):
     number: int
 
 
-def fingerprints_of(source: str | os.PathLike[str]) -> dict[Batch, frozenset[str]]:
+def fingerprints_of(source: str | os.PathLike[str]) -> dict[Batch, tuple[str, ...]]:
     """Return the fingerprints of the batches that were taken in a timeline; several, if a batch came more than once.
 
+    The file is read by its lines, with an event in each: the timeline of a long run may be larger than memory.
+
     Raises:
-        ValueError: if the source is no timeline.
+        ValueError: if the source is no timeline, or not whole.
     """
-    found: dict[Batch, frozenset[str]] = {}
-    for event in json.loads(_timeline(Path(source))):
-        args = event.get("args", {})
-        if event.get("name") == "take" and "fingerprint" in args:
-            taken = Batch(args["epoch"], args["loader"], args["batch"])
-            found[taken] = found.get(taken, frozenset()) | {args["fingerprint"]}
+    found: dict[Batch, tuple[str, ...]] = {}
+    line = b""
+    with Path(source).open("rb") as file:
+        if file.readline() != b"[\n":
+            raise ValueError(f"{source} is no timeline that asyncloader has written (trace=)")
+        for line in file:
+            if b'"fingerprint"' in line:
+                taken, fingerprint = _taken(line, source)
+                if fingerprint not in (known := found.get(taken, ())):
+                    found[taken] = tuple(sorted((*known, fingerprint)))
+    if line.rstrip() != b"]":
+        raise ValueError(f"{source} is cut short: its last line is not the end of a timeline")
     return found
+
+
+def _taken(line: bytes, source: Any) -> tuple[Batch, str]:
+    """Read the line of a batch that was taken."""
+    try:
+        args = json.loads(line.rstrip().rstrip(b","))["args"]
+        return Batch(int(args["epoch"]), int(args["loader"]), int(args["batch"])), str(args["fingerprint"])
+    except (ValueError, TypeError, LookupError) as error:
+        words = line[:100].decode("utf-8", "replace").strip()
+        raise ValueError(f"{source} is cut short, or no timeline that asyncloader has written: {words!r}") from error
 
 
 def _timeline(source: Path) -> str:
@@ -384,11 +402,13 @@ def _timeline(source: Path) -> str:
     Raises:
         ValueError: if it is none, or the page could not read it.
     """
-    text = source.read_text(encoding="utf-8").strip()
     try:
+        text = source.read_text(encoding="utf-8").strip()
         events = json.loads(text, parse_constant=_refuse)
     except RecursionError:
         raise ValueError(f"{source} is no timeline: it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{source} is no timeline, or not whole: {error}") from error
     if not isinstance(events, list) or not all(map(_is_event, events)):
         raise ValueError(f"{source} is no timeline: a list of trace events is expected")
     return text
