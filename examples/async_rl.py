@@ -7,7 +7,7 @@ taken within the group (GRPO). An answer takes its time, as one of an inference 
 Rollouts are made by tasks of the event loop, by an HTTP server that is asked as vLLM is, or by four processes.
 The same run is made twice: with `max_staleness=0`, where rollouts and training alternate, and with rollouts that may be
 some versions old, where they overlap. The second one is stopped in the middle, and resumed from a file. Ends with both
-accuracies, the ages of what was trained, and the gain of overlap.
+accuracies, the ages of what was trained, and the gain of overlap, from the first batch on.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,13 @@ from asyncloader.online import Feed, Sample
 
 BATCH = 16 * GROUP
 STEP_S = 0.03
+
+
+class Run(NamedTuple):
+    """How long training took from the first batch on, and how old its samples were."""
+
+    seconds: float
+    ages: Counter[int]
 
 
 class Trainer:
@@ -63,8 +70,8 @@ def with_version(sample: Sample[dict[str, torch.Tensor]]) -> dict[str, Any]:
     return {**sample.value, "version": sample.version}
 
 
-async def train(trainer: Trainer, options: argparse.Namespace, staleness: int, steps: int, file: Path) -> Counter[int]:
-    """Train so many steps, from a file if it is there, and write it at the end; return the ages of the samples."""
+async def train(trainer: Trainer, options: argparse.Namespace, staleness: int, steps: int, file: Path) -> Run:
+    """Train so many steps, from a file if it is there, and write it at the end."""
     ages: Counter[int] = Counter()
     with Feed(itertools.count(), batch_size=BATCH, group_size=GROUP, max_staleness=staleness, fn=with_version) as feed:
         loader = DataLoader(feed)
@@ -76,18 +83,20 @@ async def train(trainer: Trainer, options: argparse.Namespace, staleness: int, s
             print(f"resumed at version {feed.version}, with {feed.stats().ready} groups that wait for training")
         engine = ENGINES[options.rollouts](trainer.policy, options.producers)
         await engine.start(feed)
-        step = 0
+        step, began = 0, 0.0
         async for batch in loader:
+            began = began or time.perf_counter()
             ages.update((feed.version - batch["version"]).tolist())
             await asyncio.to_thread(trainer.step, batch)
             await engine.update(trainer.policy)
             feed.version += 1  # after the engine has the weights: what it makes is of this version, or a newer one
             if (step := step + 1) == steps:
                 break
+        seconds = time.perf_counter() - began
         states = {"policy": trainer.policy.state_dict(), "optimizer": trainer.optimizer.state_dict()}
         torch.save({**states, "loader": loader.state_dict()}, file)
     await engine.stop()
-    return ages
+    return Run(seconds, ages)
 
 
 def main() -> None:
@@ -98,21 +107,22 @@ def main() -> None:
     parser.add_argument("--producers", type=int, default=32)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    seconds, accuracies = [], []
+    times, accuracies = [], []
     with tempfile.TemporaryDirectory() as folder:
         for staleness in (0, options.staleness):
-            ages, began = Counter[int](), time.perf_counter()
+            runs = []
             halves = [options.steps] if staleness == 0 else [options.steps // 2, (options.steps + 1) // 2]
             for steps in halves:
                 trainer = Trainer()  # the second half begins as a new process does
-                ages += asyncio.run(train(trainer, options, staleness, steps, Path(folder) / f"{staleness}.pt"))
-            seconds.append(time.perf_counter() - began)
+                runs.append(asyncio.run(train(trainer, options, staleness, steps, Path(folder) / f"{staleness}.pt")))
+            ages = sum((run.ages for run in runs), Counter[int]())
+            times.append(sum(run.seconds for run in runs) / options.steps)
             accuracies.append(trainer.accuracy())
-            print(f"max_staleness={staleness}: {seconds[-1]:.1f} s, samples by age {dict(sorted(ages.items()))}")
+            print(f"max_staleness={staleness}: {times[-1]:.3f} s a step, samples by age {dict(sorted(ages.items()))}")
             if max(ages) > staleness:
                 sys.exit("samples were older than that")
     print(f"accuracy {accuracies[0]:.0%} with rollouts and training in turn, {accuracies[1]:.0%} with both at once")
-    print(f"both at once are {seconds[0] / seconds[1]:.2f} times as fast, with rollouts by {options.rollouts}")
+    print(f"both at once are {times[0] / times[1]:.2f} times as fast, with rollouts by {options.rollouts}")
 
 
 if __name__ == "__main__":

@@ -192,9 +192,9 @@ def produce_here(handle: FeedHandle, policy: Policy, producers: int) -> None:
 
 
 def processes() -> multiprocessing.context.ForkServerContext:
-    """Return how processes are started: from one that has imported torch before."""
+    """Return how processes are started: from one that has imported before what they need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(["torch", "aiohttp.web", "asyncloader.online"])
     return context
 
 

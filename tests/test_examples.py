@@ -132,6 +132,7 @@ def test_prometheus_metrics_answers_while_it_trains(digits: Path) -> None:
     assert 'loader_stage_seconds_count{loader="train",stage="fetch"} 23.0' in lines
 
 
+@pytest.mark.timeout(180)  # processes are started three times, which takes as long as the machine is busy
 @pytest.mark.parametrize("rollouts", ["tasks", "http", "processes"])
 def test_async_rl_trains_within_the_bound_and_resumes(rollouts: str) -> None:
     """Whoever makes the rollouts: both runs learn, the second one goes on in the middle, and the gain is told."""
@@ -140,7 +141,7 @@ def test_async_rl_trains_within_the_bound_and_resumes(rollouts: str) -> None:
     done = run_example("async_rl.py", "--steps", "20", "--rollouts", rollouts)
     *_, resumed, ages, accuracies, gain = closing_lines(done, 5)
     assert re.fullmatch(r"resumed at version 10, with \d+ groups that wait for training", resumed)
-    assert re.fullmatch(r"max_staleness=2: \d+\.\d s, samples by age \{0: \d+, 1: \d+, 2: \d+\}", ages)
+    assert re.fullmatch(r"max_staleness=2: \d+\.\d{3} s a step, samples by age \{0: \d+, 1: \d+, 2: \d+\}", ages)
     found = re.fullmatch(r"accuracy (\d+)% with rollouts and training in turn, (\d+)% with both at once", accuracies)
     assert found is not None
     assert min(map(int, found.groups())) > 20

@@ -57,7 +57,9 @@ class _Link:
             self.version: int = receive(self.sock)
         except (OSError, EOFError) as error:
             self.sock.close()
-            raise FeedClosedError("there is no feed behind this handle: it was closed, or its process ended") from error
+            raise FeedClosedError(
+                "there is no feed behind this handle: it was closed, its process ended, or this is another machine"
+            ) from error
         self.futures: dict[int, Future[Any]] = {}
         self.is_over = False
         self.pid = os.getpid()
