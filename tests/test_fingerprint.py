@@ -22,6 +22,7 @@ from asyncloader.engine import slices as slicing
 from asyncloader.engine.finisher import Finisher
 from asyncloader.run.worker_iterator import WorkerIterator
 from tests import inside
+from tests.pins import Pins
 from tests.test_split import divided
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -125,7 +126,7 @@ def test_pinned_batches_agree(expected: str) -> None:
 
     class Pinning(WorkerIterator[Any]):
         def _make_finisher(self, loop: Any) -> Finisher:
-            return Finisher(loop, "cuda", copy=lambda batch: {**batch, "image": batch["image"] + 1})
+            return Finisher(loop, Pins(lambda batch: {**batch, "image": batch["image"] + 1}))
 
     loader = DataLoader(Numbered(), BATCH, num_workers=2, fingerprint=True)
     with inside.iterator_of(Pinning, loader) as batches:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
-from asyncloader.device.device import Device
 from asyncloader.engine.finisher import Finisher
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside
 from tests.patience import wait_until
+from tests.pins import Pins
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
@@ -34,14 +34,6 @@ class Large(Numbers):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((100_000,), float(index))
-
-
-class Pins(Device):
-    """A device that batches are pinned for by a function."""
-
-    def __init__(self, copy: Callable[[Any], Any]) -> None:
-        super().__init__(torch.device("cuda", 0))
-        self.pin = copy  # type: ignore[method-assign]
 
 
 class Pinning(WorkerIterator[Any]):

@@ -37,6 +37,7 @@ from asyncloader.engine.portal import get_portal
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.run.worker_iterator import WorkerIterator
 from tests.leftovers import Holdings
+from tests.pins import Pins
 from tests.ray.local_agents import LocalAgents
 
 PACKAGE = str(Path(asyncloader.__file__).parent)
@@ -386,7 +387,7 @@ def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CaseMaker:
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
 
     def make(kind: str, face: str) -> Case:
-        pinned = lambda iterator, loop: Finisher(loop, "cuda", copy=lambda batch: batch.clone())  # noqa: E731
+        pinned = lambda iterator, loop: Finisher(loop, Pins(lambda batch: batch.clone()))  # noqa: E731
         monkeypatch.setattr(WorkerIterator, "_make_finisher", pinned if kind == "pinned" else make_finisher)
         if kind == "remote":  # agents that wait for the first fork server to import torch are there for a while
             process = multiprocessing.get_context("forkserver").Process(target=int)

@@ -34,6 +34,7 @@ from asyncloader.run.rank_group import RankGroup
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.seeding import sample_context
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests.pins import Pins
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
@@ -188,7 +189,7 @@ class Pinning(WorkerIterator[Any]):
     """An iterator that pins, without a GPU."""
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher:
-        return Finisher(loop, "cuda", copy=lambda batch: batch.clone())
+        return Finisher(loop, Pins(lambda batch: batch.clone()))
 
 
 class Rows(ArrayDataset):

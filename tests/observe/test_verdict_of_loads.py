@@ -26,6 +26,7 @@ from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside
 from tests.loads import Load, SlowCollate, as_they_are
 from tests.patience import TRIES
+from tests.pins import Pins
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # workers that sleep need no cores
@@ -223,7 +224,7 @@ class SlowlyPinned(WorkerIterator[Any]):
             time.sleep(self.seconds)
             return batch
 
-        return Finisher(loop, "cuda", copy=copy)
+        return Finisher(loop, Pins(copy))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
