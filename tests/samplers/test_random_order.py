@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from asyncloader.samplers.random_order import indices, skip, take, take_array
+from asyncloader.messages.indices import Indices
+from asyncloader.samplers.random_order import indices, skip, take
 from tests.faults.test_interrupts_everywhere import CtrlC
 
 
@@ -99,21 +100,22 @@ def test_indices_as_an_array(count: int, replays: int) -> None:
     """The same ones, over the borders of pieces and permutations; also of torch's SequentialSampler."""
     for sampler in (RandomSampler(range(9000), num_samples=9000 * replays), SequentialSampler(range(9000))):
         iterator = indices(sampler)
-        while (taken := take_array(iterator, count, []))[0]:
-            assert taken[1] is not None
-            assert (taken[1].dtype, taken[1].tolist()) == (np.int64, taken[0])
+        while taken := take(iterator, count, [], Indices):
+            assert isinstance(taken, Indices)
+            assert (taken.array.dtype, taken.array.tolist()) == (np.int64, taken)
         assert take(indices(sampler), 0, []) == []
 
 
 def test_indices_that_are_no_array() -> None:
     """Of other samplers, and of a range with steps."""
-    assert take_array(iter([1, 2]), 5, []) == ([1, 2], None)
-    assert take_array(iter(range(0, 10, 2)), 3, []) == ([0, 2, 4], None)
-    assert take_array(iter(range(0)), 3, []) == ([], None)
+    for iterator, taken in ((iter([1, 2]), [1, 2]), (iter(range(0, 10, 2)), [0, 2, 4]), (iter(range(0)), [])):
+        found = take(iterator, 3, [], Indices)
+        assert (type(found), found) == (list, taken)
 
 
+@pytest.mark.parametrize("pair", [None, Indices], ids=["alone", "with an array"])
 @pytest.mark.parametrize("owns_generator", [False, True], ids=["global", "own generator"])
-def test_an_interrupt_at_each_moment_of_the_first_answer(owns_generator: bool) -> None:
+def test_an_interrupt_at_each_moment_of_the_first_answer(owns_generator: bool, pair: Any) -> None:
     """The next question is answered with the same order, and the generators are where they would be."""
 
     def answers(moment: int) -> tuple[list[int], Any, bool]:
@@ -123,10 +125,10 @@ def test_an_interrupt_at_each_moment_of_the_first_answer(owns_generator: bool) -
         was_hit = False
         try:
             with CtrlC(moment):
-                taken = take(iterator, 4, [])
+                taken = take(iterator, 4, [], pair)
         except KeyboardInterrupt:
             was_hit = True
-            taken = take(iterator, 4, [])
+            taken = take(iterator, 4, [], pair)
         return [*taken, *take(iterator, 30, [])], states(generator), was_hit
 
     whole, after, _ = answers(10**9)
