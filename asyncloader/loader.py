@@ -519,9 +519,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.load_state_dict(await aread_state(path, weights_only=weights_only))
 
     def close(self) -> None:
-        """Close the newest iterator and wait until its workers are gone, 3 s at most."""
+        """Close the newest iterator and wait until its workers are gone, 3 s at most. The timeline is written."""
         if (iterator := self._newest()) is not None:
             iterator.close()
+        if (meter := self._runs.meter) is not None:
+            meter.write_trace()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_newest": _nothing, "_runs": copy.copy(self._runs)}

@@ -170,6 +170,18 @@ def test_workers_of_another_machine_have_a_process_of_their_own(tmp_path: Path) 
         assert arrow == [("s", 1), ("t", pid), ("t", 1), ("f", 1)]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_closed_loader_has_written_what_was_taken(num_workers: int, tmp_path: Path) -> None:
+    """Also of a run that was left by `break`, which has no iterator any more."""
+    path = tmp_path / "trace.json"
+    loader = DataLoader(range(8), num_workers=num_workers, trace=path)  # type: ignore[arg-type]
+    for number in loader:
+        if number == 2:
+            break
+    loader.close()
+    assert sum(event["name"] == "take" for event in json.loads(path.read_text())) == 3
+
+
 class Pinning(WorkerIterator[Any]):
     """Batches that are copied as pinning does."""
 
