@@ -305,4 +305,4 @@ def spares(pool: Any) -> dict[int, Any]:
 
 def unsent(session: Session, worker: int) -> set[int]:
     """Return the numbers of the batches that wait for the next process of a worker."""
-    return {seq for seq, _ in session._outbox._tickets.get(worker, ())}
+    return {batch for batch, _ in session._outbox._tickets.get(worker, ())}

@@ -181,9 +181,9 @@ def test_batches_in_slices(number: int, tmp_path: Path, monkeypatch: pytest.Monk
     placed: list[tuple[int, int]] = []
     place = WorkerLoans.place
 
-    def note(self: WorkerLoans, run: int, seq: int, parts: Any) -> Any:
-        there = place(self, run, seq, parts)
-        placed.append((seq, type(there) is tuple))
+    def note(self: WorkerLoans, run: int, ticket: int, parts: Any) -> Any:
+        there = place(self, run, ticket, parts)
+        placed.append((ticket, type(there) is tuple))
         return there
 
     monkeypatch.setattr(WorkerLoans, "place", note)
@@ -194,7 +194,7 @@ def test_batches_in_slices(number: int, tmp_path: Path, monkeypatch: pytest.Monk
     batches = list(loader)
     assert [batch[:, 0].tolist() for batch in batches] == [[*range(at, at + 16)] for at in range(0, 96, 16)]
     assert all(bool((batch == batch[:, :1]).all()) for batch in batches)
-    assert len({seq for seq, _ in placed}) > 6  # tickets, for six batches
+    assert len({ticket for ticket, _ in placed}) > 6  # tickets, for six batches
     assert sum(in_slab for _, in_slab in placed) > 6
     assert bool(loader.stats().retries) is (number >= 0)
 

@@ -400,7 +400,7 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(tmp_path: Path, patient_stac
     wait_until(lambda: 1 in scheduler.roster.leaving)
     os.kill(pids[1], signal.SIGKILL)
     wait_until(lambda: 1 not in scheduler.active)
-    assert scheduler.awaited().seq == 8  # batch 1 waits until this worker has nothing else in hand
+    assert scheduler.awaited().batch == 8  # batch 1 waits until this worker has nothing else in hand
     session.report_overdue(0.3).result(60)
     seen += [int(batch) for batch in iterator]
     assert seen == [index for index in range(30) if index != 8]

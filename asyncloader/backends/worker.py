@@ -84,7 +84,7 @@ class Worker:
         """Wait until it is gone. Not on the loop thread."""
         return self._dead.wait(timeout_s)
 
-    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
+    def ask_stack(self, ticket: int, tell: Callable[[str], None]) -> None:
         """Find out where it is, and what the samples of the ticket wait for; "" if it does not answer in time.
 
         The worker is asked when a consumer has waited too long; the question disturbs nothing.
@@ -96,9 +96,9 @@ class Worker:
         if len(self._stack_waiters) == 1:
             self._awaits = None
             self._stack_timer = self._loop.call_later(self.answers_within_s, self._tell_stack)
-            self._ask(seq)
+            self._ask(ticket)
 
-    def _ask(self, seq: int) -> None:
+    def _ask(self, ticket: int) -> None:
         raise NotImplementedError
 
     def on_awaits(self, text: str) -> None:

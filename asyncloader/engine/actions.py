@@ -12,9 +12,9 @@ class Ticket:
     """A batch to do, or a slice of one.
 
     Attributes:
-        seq: Number of the batch in the plan.
+        batch: Number of the batch in the plan.
         keys: The keys of the batch, as the sampler gave them.
-        number: By which a worker knows the ticket: ``seq`` where batches stay whole; less than 0 before it is sent.
+        number: By which a worker knows the ticket: ``batch`` where batches stay whole; less than 0 before it is sent.
         bounds: Where in the batch the slice begins and ends; None for the whole batch.
         worker: The worker that has the ticket, or had it last.
         tries: How many workers were lost over it.
@@ -22,7 +22,7 @@ class Ticket:
             kills a worker is found out.
     """
 
-    seq: int
+    batch: int
     keys: Any
     number: int = -1
     bounds: tuple[int, int] | None = None
@@ -46,9 +46,9 @@ class Send(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Hand the outcome over to the consumer."""
+    """Hand a batch, or what stands in its place, over to the consumer."""
 
-    outcome: Any
+    item: Any
 
 
 class Replace(NamedTuple):
@@ -98,8 +98,8 @@ class Fail(NamedTuple):
     leave_out: bool = False
 
 
-class Lose(NamedTuple):
-    """Tell the scheduler that a worker is gone.
+class Vacate(NamedTuple):
+    """Tell the scheduler that a worker has no process any more.
 
     Attributes:
         worker: The worker.
@@ -138,9 +138,9 @@ class GiveUp(NamedTuple):
 
 
 Action: TypeAlias = (
-    Send | Deliver | Replace | Start | Join | Leave | Dismiss | Fail | Lose | Postpone | Discard | GiveUp
+    Send | Deliver | Replace | Start | Join | Leave | Dismiss | Fail | Vacate | Postpone | Discard | GiveUp
 )
 
 VOID = object()
 """Nothing is there, and its place in the order is passed over. In the plan, in place of keys: it was yielded before.
-As an outcome: the ticket makes no batch."""
+As an item: the ticket makes no batch."""

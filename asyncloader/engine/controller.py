@@ -154,7 +154,7 @@ class Controller:
     def __repr__(self) -> str:
         return f"<Controller {self.num_workers} between {self._floor} and {self._ceiling}: {self.reason}>"
 
-    def begin(self) -> None:
+    def begin_run(self) -> None:
         """Another run has begun, whose sums begin at zero."""
         self._first = None
         self._settled_at = 0

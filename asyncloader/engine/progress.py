@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from asyncloader.engine.tracks import Progressing, make_tracks
-from asyncloader.messages.snapshot import Frozen, Start, Untold
+from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.protocols import FollowsConsumers
 from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.sample_context import Placed
@@ -50,18 +50,18 @@ class Given(NamedTuple):
     """The facts of a batch that count when the consumer has it, or its error, or when it is left out.
 
     Attributes:
-        seq: Number of the batch in the plan; -1 for an error beside it.
+        batch: Number of the batch in the plan; -1 for an error beside it.
         worker: The worker that made it; -1 for none.
-        number: Number of the batch in the stream of its worker.
+        in_stream: Number of the batch in the stream of its worker.
         snapshot: The dataset's state after it, if one was taken.
         keys: Where they may be needed to make the batch again.
         bad_count: Samples of it that had raised.
         digest: Of its data; 0 for none.
     """
 
-    seq: int
+    batch: int
     worker: int = -1
-    number: int = -1
+    in_stream: int = -1
     snapshot: Any = None
     keys: Any = None
     bad_count: int = 0
@@ -113,18 +113,18 @@ class Place(NamedTuple):
         return None if self.chain is None else f"{self.chain:016x}"
 
     @property
-    def workers(self) -> dict[int, Start] | None:
+    def workers(self) -> dict[int, WorkerStart] | None:
         """Where each worker would begin."""
         return None if self.tracks is None else {worker: track.start for worker, track in self.tracks.items()}
 
-    def after(self, batch: Given, *, is_ahead: bool) -> Place:
+    def after(self, given: Given, *, is_ahead: bool) -> Place:
         """Return the place at which another batch is done with, one before it may be missing."""
         position, ahead, bad_count, tracks, next_worker, untold, chain = self
-        seq, worker, number, snapshot, keys, bad, digest = batch
-        if is_ahead and seq >= position:
-            ahead |= {seq}
-        elif seq >= position:
-            position = seq + 1
+        batch, worker, in_stream, snapshot, keys, bad, digest = given
+        if is_ahead and batch >= position:
+            ahead |= {batch}
+        elif batch >= position:
+            position = batch + 1
         if ahead:
             while position in ahead:
                 position += 1
@@ -133,10 +133,10 @@ class Place(NamedTuple):
             if isinstance(snapshot, Untold):
                 untold = snapshot.reason
             track = copy.copy(tracks[worker])
-            track.done(number, snapshot, keys)
+            track.done(in_stream, snapshot, keys)
             tracks, next_worker = {**tracks, worker: track}, worker + 1
         if digest and chain is not None:
-            chain = (chain + mix(seq, digest)) & _MASK
+            chain = (chain + mix(batch, digest)) & _MASK
         return _new(Place, (position, ahead, bad_count + bad, tracks, next_worker, untold, chain))
 
 
@@ -176,7 +176,7 @@ class Progress:
         ahead: set[int] | None = None,
         *,
         in_order: bool = True,
-        workers: dict[int, Start] | None = None,
+        workers: dict[int, WorkerStart] | None = None,
         next_worker: int | None = None,
         key: tuple[int, int, int] | None = None,
         overlaps: bool = False,
@@ -249,9 +249,9 @@ class Progress:
             place, calls = self.counted
             self.counted = place._replace(ahead=place.ahead | {number}), calls
 
-    def placed(self, seq: int, keys: Any) -> Any:
+    def placed(self, batch: int, keys: Any) -> Any:
         """Return the keys of a batch that is not done with as those who make it want them."""
-        return Placed(keys, self._firsts[seq]) if self._knows_places else keys
+        return Placed(keys, self._firsts[batch]) if self._knows_places else keys
 
     def first_sample(self, number: int) -> int:
         """Return the number of the first sample of a batch in the epoch; -1 if nobody has counted them."""

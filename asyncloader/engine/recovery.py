@@ -1,6 +1,6 @@
 """Decide what becomes of workers that died or hung: whether another takes the place, when, and what is said of it.
 
-    died, overdue ──> ┌──────────┐ ──> Lose(worker, cause, ...)   its tickets are run again or given up: the scheduler
+    died, overdue ──> ┌──────────┐ ──> Vacate(worker, cause, ...)   its tickets are run again or given up: the scheduler
     fill ───────────> │ Recovery │ ──> Discard(worker)            kill it first
     ready, reset ───> └──────────┘ ──> GiveUp(error)              no worker can be had
 
@@ -18,9 +18,9 @@ from functools import partial
 from typing import NamedTuple
 
 from asyncloader.backends.worker import Worker
-from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Postpone, Replace, Ticket
+from asyncloader.engine.actions import Cause, Discard, GiveUp, Postpone, Replace, Ticket, Vacate
 from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
-from asyncloader.messages.snapshot import Start
+from asyncloader.messages.snapshot import WorkerStart
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, leaves_out_buffer, probe
 
@@ -136,7 +136,7 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------------ deaths
 
-    def died(self, process: Worker, start: Start | None, *, is_active: bool) -> Sequence[Lose | GiveUp]:
+    def died(self, process: Worker, start: WorkerStart | None, *, is_active: bool) -> Sequence[Vacate | GiveUp]:
         """The worker's process ended on its own.
 
         Args:
@@ -158,13 +158,13 @@ class Recovery:
             return [GiveUp(_failed_starts(process, self._failed_starts))]
         if process.is_ready and not self._can_replace(start):
             return self._lose_for_good(process)
-        return [Lose(process.worker_id, partial(_death, process), was_ready=is_blamed, rest_s=self._rest_s())]
+        return [Vacate(process.worker_id, partial(_death, process), was_ready=is_blamed, rest_s=self._count_loss())]
 
     def launched(self) -> None:
         """A process was started: there is room for others."""
         self._failed_launches.clear()
 
-    def not_launched(self, worker: int, error: Exception, *, is_needed: bool) -> Sequence[Lose | GiveUp | Postpone]:
+    def not_launched(self, worker: int, error: Exception, *, is_needed: bool) -> Sequence[Vacate | GiveUp | Postpone]:
         """The system had no room for a process under this worker id, and may have some later.
 
         Args:
@@ -180,34 +180,34 @@ class Recovery:
             return [Postpone(worker, min(rest_s, _LONGEST_POSTPONED_S))]
         if count > _MOST_LAUNCHES:
             return [GiveUp(error)]
-        return [Lose(worker, lambda tickets: error, was_ready=False, rest_s=min(rest_s, _LONGEST_REST_S))]
+        return [Vacate(worker, lambda tickets: error, was_ready=False, rest_s=min(rest_s, _LONGEST_REST_S))]
 
-    def leaves(self, process: Worker, start: Start | None) -> Sequence[Discard | Lose]:
+    def leaves(self, process: Worker, start: WorkerStart | None) -> Sequence[Discard | Vacate]:
         """The worker's machine is about to go: have another one begin where it is, if somebody knows where that is."""
         if not self._can_replace(start):
             words = "Worker %d on node %s is to leave, and stays as long as it can. %s"
             log.warning(words, process.worker_id, process.node, _NOT_REPLACED)
             return []
         worker = process.worker_id
-        return [Discard(worker), Lose(worker, partial(_death, process), was_ready=False)]
+        return [Discard(worker), Vacate(worker, partial(_death, process), was_ready=False)]
 
-    def fill(self, process: Worker, start: Start | None) -> Sequence[Lose | Replace]:
+    def fill(self, process: Worker, start: WorkerStart | None) -> Sequence[Vacate | Replace]:
         """Another run has begun, and this worker, which was lost before, has no process."""
         return [Replace(process.worker_id)] if self._can_replace(start) else self._lose_for_good(process)
 
-    def _lose_for_good(self, process: Worker) -> list[Lose]:
+    def _lose_for_good(self, process: Worker) -> list[Vacate]:
         self.has_lost = True
         note = _NOT_IN_LATER_RUNS if self._has_initial_state else _NOT_REPLACED
         cause = partial(_death, process, note=note if self._tells_place else _NOT_REPLACEABLE)
-        return [Lose(process.worker_id, cause, replaceable=False, was_ready=process.is_ready)]
+        return [Vacate(process.worker_id, cause, replaceable=False, was_ready=process.is_ready)]
 
-    def _can_replace(self, start: Start | None) -> bool:
+    def _can_replace(self, start: WorkerStart | None) -> bool:
         """Whether another process can begin where this one was: not if nobody knows where that is in a stream."""
         if self._is_replaceable or not self._tells_place or start is None:
             return self._is_replaceable
         return start.snapshot is not None or (self._has_initial_state and self.is_first_run)
 
-    def _rest_s(self) -> float:
+    def _count_loss(self) -> float:
         """Count a lost worker; return how long to wait before another takes its place."""
         self._losses += 1
         excess = self._losses - self.num_workers - _CALM_LOSSES
@@ -229,7 +229,7 @@ class Recovery:
         is_late = silent_s >= max(2 * timeout_s, _FINISHING_S)
         return self._options.on_timeout != "raise" and is_anybody_there and not is_late
 
-    def overdue(self, found: Overdue, start: Start | None) -> BatchTimeoutError | Sequence[Discard | Lose]:
+    def overdue(self, found: Overdue, start: WorkerStart | None) -> BatchTimeoutError | Sequence[Discard | Vacate]:
         """The awaited batch has not come in time: do what ``on_timeout`` says, or return the error to raise.
 
         No action means that the batch, or its error, will come after all.
@@ -257,7 +257,7 @@ class Recovery:
         log.warning("%s It is killed and replaced.", explain())
         cause: Cause = lambda tickets: explain(tries=tickets[0].tries)  # noqa: E731
         worker = process.worker_id
-        return [Discard(worker), Lose(worker, cause, hung=True, rest_s=self._rest_s())]
+        return [Discard(worker), Vacate(worker, cause, hung=True, rest_s=self._count_loss())]
 
 
 def _death(process: Worker, tickets: Sequence[Ticket], note: str = "") -> Exception:

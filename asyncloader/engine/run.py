@@ -31,7 +31,7 @@ from asyncloader.engine.tracks import Track, make_tracks
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.failure import another
 from asyncloader.messages.messages import EpochSpec, Kind
-from asyncloader.messages.snapshot import Frozen, Start
+from asyncloader.messages.snapshot import Frozen, WorkerStart
 from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
 from asyncloader.protocols import namer
@@ -306,12 +306,12 @@ class Run:
         self.error = error
         self.handoff.wake_all()
 
-    def begin_at(self, starts: dict[int, Start]) -> None:
+    def begin_at(self, starts: dict[int, WorkerStart]) -> None:
         """Note where workers are at the beginning."""
         key = None if self.is_stream else self.epoch.key
         self.tracks = make_tracks(starts, key, overlaps=self._overlaps)
 
-    def start_of(self, worker: int) -> Start | None:
+    def start_of(self, worker: int) -> WorkerStart | None:
         """Return where another worker would begin; None where workers have no place in the data."""
         return self.tracks[worker].start if self.tracks else None
 
@@ -319,24 +319,24 @@ class Run:
         """Note that a worker gets a ticket."""
         self.faults.retries += ticket.tries > 0
         if isinstance(track := self.tracks.get(worker), Track):
-            track.given(ticket.seq)
+            track.given(ticket.batch)
 
     def answered(self, item: Item, ticket: Ticket) -> Item:
         """Note that a worker has answered a ticket, which decides where a replacement would begin."""
         snapshot = item.outcome.snapshot
         # The state of an iterator after its end is no place to begin at: some iterators would begin anew.
         place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
-        keys = None if self.is_stream else self.progress.placed(ticket.seq, ticket.keys)
-        return item._replace(number=self.tracks[item.worker].answered(item.seq, place, keys), keys=keys)
+        keys = None if self.is_stream else self.progress.placed(ticket.batch, ticket.keys)
+        return item._replace(in_stream=self.tracks[item.worker].answered(item.batch, place, keys), keys=keys)
 
     def named(self, ticket: Ticket) -> Ticket:
         """Return the ticket for a message: with what its samples are called in place of their keys."""
         return replace(ticket, keys=self._names(ticket.keys))
 
-    def lost(self, worker: int) -> None:
+    def forget_given(self, worker: int) -> None:
         """Note that what a worker that is gone had been given was not made."""
         if self.tracks:
-            self.tracks[worker].lost()
+            self.tracks[worker].forget_given()
 
     def raise_first(self, error: BaseException) -> None:
         """Have this raised before what is in order."""
@@ -345,7 +345,7 @@ class Run:
 
     def contents(self, ticket: Ticket) -> Any:
         """Return what a worker is to know of a ticket."""
-        keys, slices = self.progress.placed(ticket.seq, ticket.keys), self.scheduler.slices
+        keys, slices = self.progress.placed(ticket.batch, ticket.keys), self.scheduler.slices
         return keys if slices is None else slices.contents(ticket, keys)
 
     def follow(self, *, may_be_over: bool = True) -> None:

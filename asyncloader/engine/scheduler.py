@@ -1,8 +1,8 @@
 """Decide which worker does which batch, and which batch is handed over next. No loop, no clock, no process.
 
     planned(keys)  ────>  ┌────────────────────────────────────────────┐ ──> Send(worker, ticket)
-    returned, ready ───>  │ unsent -> in flight -> parked -> delivered │ ──> Deliver(outcome)
-    exhausted, died ───>  │                                            │ ──> Replace(worker), Dismiss(worker), Fail
+    returned, ready ───>  │ unsent -> in flight -> parked -> delivered │ ──> Deliver(item)
+    exhausted, vacated ─> │                                            │ ──> Replace(worker), Dismiss(worker), Fail
     joined, leaving, lost └────────────────────────────────────────────┘ ──> window, read_until, is_finished
 
 A batch is in exactly one of four places: *unsent* (read from the sampler, no worker has it), *in flight* (a worker
@@ -34,10 +34,10 @@ from asyncloader.engine.actions import (
     Deliver,
     Dismiss,
     Fail,
-    Lose,
     Replace,
     Send,
     Ticket,
+    Vacate,
 )
 from asyncloader.engine.roster import Roster
 from asyncloader.engine.run_ahead import RunAhead
@@ -114,12 +114,12 @@ class Scheduler:
         """The consumer read these batches of keys from the sampler; for VOID nothing is to be done."""
         actions: list[Action] = []
         for keys in batches:
-            seq = self.planned_count
+            batch = self.planned_count
             self.planned_count += 1
             if keys is VOID:
-                actions += self.ready(seq, VOID)
+                actions += self.ready(batch, VOID)
             else:
-                heapq.heappush(self._unsent, (seq, 0, Ticket(seq, keys, seq if self.slices is None else -1)))
+                heapq.heappush(self._unsent, (batch, 0, Ticket(batch, keys, batch if self.slices is None else -1)))
         return actions + self._assign()
 
     def plan_ended(self) -> None:
@@ -147,25 +147,25 @@ class Scheduler:
         actions = self._maybe_dismiss(worker) if worker in roster.leaving else []
         return actions + self._assign(idle=worker) if self._unsent else actions
 
-    def ready(self, seq: int, outcome: Any, nbytes: int = 0) -> list[Action]:
+    def ready(self, batch: int, item: Any, nbytes: int = 0) -> list[Action]:
         """The outcome of a batch, all of whose tickets were returned, can be handed over.
 
         Args:
-            seq: Number of the batch.
-            outcome: The batch, or the error in its place; VOID for neither.
+            batch: Number of the batch.
+            item: The batch, or the error in its place; VOID for neither.
             nbytes: How large it is; 0 for what is no batch, less than 0 if nobody knows: then none is run ahead of.
         """
         nbytes = self._run_ahead.sized(nbytes)
         if self.slices is not None:
             self.window = self._count_window()
         if not self._in_order:
-            return self._hand_over(outcome, [])
-        if seq != self.gone_count:
-            self._parked[seq] = (outcome, nbytes)
+            return self._hand_over(item, [])
+        if batch != self.gone_count:
+            self._parked[batch] = (item, nbytes)
             self._parked_bytes += nbytes
             self._maybe_run_ahead()
             return []
-        actions = self._hand_over(outcome, [])
+        actions = self._hand_over(item, [])
         while (parked := self._parked.pop(self.gone_count, None)) is not None:
             self._parked_bytes -= parked[1]
             self._hand_over(parked[0], actions)
@@ -174,15 +174,15 @@ class Scheduler:
     def slice_came(self, ticket: Ticket, item: Any) -> Divided | None:
         """A slice has an outcome, or is VOID; return its batch if no slice is missing any more."""
         assert self.slices is not None
-        batch = self.slices.add(ticket, item)
+        divided = self.slices.add(ticket, item)
         self.window = self._count_window()
-        return batch
+        return divided
 
-    def again(self, seq: int, keys: Any) -> list[Action]:
+    def again(self, batch: int, keys: Any) -> list[Action]:
         """Have a batch made once more, whole: all of its slices were returned, and they cannot be joined."""
         assert self.slices is not None
         self.slices.slicer.refused()
-        self._queue([Ticket(seq, keys, self._next_number())])
+        self._queue([Ticket(batch, keys, self._next_number())])
         return self._assign()
 
     def exhausted(self, worker: int) -> list[Action]:
@@ -191,32 +191,32 @@ class Scheduler:
         self.roster.retire(worker)
         actions: list[Action] = []
         for ticket in self._take_all(worker):
-            actions += self.ready(ticket.seq, VOID)
+            actions += self.ready(ticket.batch, VOID)
         return actions + self._assign()
 
-    def died(self, lost: Lose, unsent: Iterable[int] = ()) -> list[Action]:
-        """A worker's process ended. The tickets in work are tried again, given up or left out, as the options say.
+    def vacated(self, gone: Vacate, unsent: Iterable[int] = ()) -> list[Action]:
+        """A worker has no process any more. Its tickets are tried again, given up or left out, as the options say.
 
         Where no other process takes its place, the worker held the state of an iterable dataset: it takes no more
         tickets, and one error names those that it had. Where another one comes later, the worker is in `resting` until
         `rested`.
 
         Args:
-            lost: The worker, and how it ended.
+            gone: The worker, and how it ended.
             unsent: Numbers of tickets that were not sent to the worker.
         """
-        worker, was_ready = lost.worker, lost.was_ready
+        worker, was_ready = gone.worker, gone.was_ready
         if worker not in self.active:
             return []
-        policy = self._options.on_timeout if lost.hung else self._options.on_crash
-        self._vacate(lost, unsent)
-        if policy == "raise" or not lost.replaceable:
-            return self._give_up(lost)
-        if self._overlaps and was_ready and not lost.hung and len(tickets := self.in_flight[worker]) > 1:
+        policy = self._options.on_timeout if gone.hung else self._options.on_crash
+        self._vacate(gone, unsent)
+        if policy == "raise" or not gone.replaceable:
+            return self._give_up(gone)
+        if self._overlaps and was_ready and not gone.hung and len(tickets := self.in_flight[worker]) > 1:
             was_ready = False
             for ticket in tickets.values():
                 ticket.is_suspect = True
-        return self._replace(lost, policy, blames_first=was_ready)
+        return self._replace(gone, policy, blames_first=was_ready)
 
     def rested(self, worker: int) -> list[Action]:
         """The worker has a process again."""
@@ -265,7 +265,7 @@ class Scheduler:
         """
         in_flight = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
         first = [ticket for *_, ticket in self._unsent[:1]]
-        if self._in_order and all(ticket.seq > self.gone_count for ticket in (*in_flight, *first)):
+        if self._in_order and all(ticket.batch > self.gone_count for ticket in (*in_flight, *first)):
             return None
         return min(in_flight, key=_place, default=None)
 
@@ -273,12 +273,12 @@ class Scheduler:
         """Check what must hold between any two events."""
         tickets = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
         tickets += [ticket for *_, ticket in self._unsent]
-        places, batches = [_place(ticket) for ticket in tickets], {ticket.seq for ticket in tickets}
+        places, batches = [_place(ticket) for ticket in tickets], {ticket.batch for ticket in tickets}
         assert len(places) == len(set(places)), f"a ticket is in two places: {self!r}"
         assert not batches & self._parked.keys(), f"a batch is in two places: {self!r}"
         if self._in_order:
             everywhere = batches | self._parked.keys()
-            assert all(seq >= self.gone_count for seq in everywhere), f"a batch came back after delivery: {self!r}"
+            assert all(batch >= self.gone_count for batch in everywhere), f"a batch came back after delivery: {self!r}"
             assert self.gone_count not in self._parked, f"a batch is parked that could go: {self!r}"
         assert self._parked_bytes == sum(nbytes for _, nbytes in self._parked.values())
         assert self.gone_count + len(self._parked) + len(batches) <= self.planned_count
@@ -296,7 +296,7 @@ class Scheduler:
             self._plan_ended = True
             unsent, self._unsent = self._unsent, []
             for *_, ticket in sorted(unsent):
-                actions += self.ready(ticket.seq, VOID)
+                actions += self.ready(ticket.batch, VOID)
             self._maybe_finish()
             return actions
         passed_over: list[tuple[int, int, Ticket]] = []
@@ -388,12 +388,12 @@ class Scheduler:
         """Return how many batches have so many tickets."""
         return tickets if self.slices is None else max(1, math.ceil(tickets / self.slices.slicer.each))
 
-    def _vacate(self, lost: Lose, unsent: Iterable[int]) -> None:
+    def _vacate(self, gone: Vacate, unsent: Iterable[int]) -> None:
         """Note that the worker has no process, and take back tickets that were not sent to it."""
-        worker, roster = lost.worker, self.roster
+        worker, roster = gone.worker, self.roster
         roster.release(worker)
         self._queue(ticket for number in unsent if (ticket := roster.take_back(worker, number)) is not None)
-        if lost.rest_s and roster.takes(worker):  # nobody takes the place of one that was to leave
+        if gone.rest_s and roster.takes(worker):  # nobody takes the place of one that was to leave
             self.resting.add(worker)
             roster.hold(worker)
 
@@ -429,16 +429,16 @@ class Scheduler:
         for ticket in tickets:
             heapq.heappush(self._unsent, (*_place(ticket), ticket))
 
-    def _replace(self, lost: Lose, policy: str, *, blames_first: bool) -> list[Action]:
+    def _replace(self, gone: Vacate, policy: str, *, blames_first: bool) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
-        tickets = self.roster.take_all(lost.worker)
+        tickets = self.roster.take_all(gone.worker)
         if self._overlaps:
             tickets.sort(key=_place)
-        actions = self._successor(lost.worker)
+        actions = self._successor(gone.worker)
         if tickets and blames_first:
             # Tickets are taken in order, so blame the first. Where several overlap, those of a worker that died are
             # suspects; after a hang the first is the awaited one, or holds up the successor that has it.
-            actions += self._blame(tickets.pop(0), policy, lost.cause)
+            actions += self._blame(tickets.pop(0), policy, gone.cause)
         self._queue(tickets)
         return actions + self._assign()
 
@@ -449,25 +449,25 @@ class Scheduler:
         self._queue([ticket])
         return []
 
-    def _give_up(self, lost: Lose) -> list[Action]:
-        worker, replaceable = lost.worker, lost.replaceable
+    def _give_up(self, gone: Vacate) -> list[Action]:
+        worker, replaceable = gone.worker, gone.replaceable
         tickets = self.roster.take_all(worker) if replaceable else self._take_all(worker)
         actions = self._successor(worker) if replaceable else []
         if not replaceable:
             self.roster.retire(worker)
         if tickets or not (replaceable or self.is_finished):
-            actions.append(Fail(tickets, lost.cause, at_once=True))
+            actions.append(Fail(tickets, gone.cause, at_once=True))
         for ticket in tickets:
             if ticket.bounds is None or self.slice_came(ticket, VOID) is not None:
-                actions += self.ready(ticket.seq, VOID)
+                actions += self.ready(ticket.batch, VOID)
         return actions + self._assign()
 
-    def _hand_over(self, outcome: Any, actions: list[Action]) -> list[Action]:
+    def _hand_over(self, item: Any, actions: list[Action]) -> list[Action]:
         self.gone_count += 1
-        if outcome is VOID:
+        if item is VOID:
             self.void_count += 1  # which frees a place in the window
         else:
-            actions.append(Deliver(outcome))
+            actions.append(Deliver(item))
         self._maybe_finish()
         return actions
 
@@ -477,4 +477,4 @@ class Scheduler:
 
 def _place(ticket: Ticket) -> tuple[int, int]:
     """Return where in the plan a ticket begins: its batch, and the sample in that."""
-    return ticket.seq, 0 if ticket.bounds is None else ticket.bounds[0]
+    return ticket.batch, 0 if ticket.bounds is None else ticket.bounds[0]

@@ -49,7 +49,7 @@ from asyncloader.messages.failure import another, with_notes
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Frozen
-from asyncloader.observe.meter import Made
+from asyncloader.observe.meter import Counted
 from asyncloader.transport.join import CannotJoin, columns_of
 from asyncloader.weak import while_alive
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -288,7 +288,7 @@ class Session:
         if self.state is State.NEW:
             return
         while self._next_runs:
-            self._begin(self._next_runs.popleft())
+            self._begin_run(self._next_runs.popleft())
         batches, plan_ended = self.run.read_inbox()
         if not self.takes_outcomes:
             return
@@ -298,7 +298,7 @@ class Session:
             self.run.scheduler.plan_ended()
             self.apply(())
 
-    def _begin(self, run: Run) -> None:
+    def _begin_run(self, run: Run) -> None:
         """Begin another run with the same workers. Batches of the last one that are not made yet are dropped."""
         last, self.run = self.run, run
         self._last = last if last.ended else None
@@ -307,7 +307,7 @@ class Session:
         if self.state is State.OPEN:
             self._carry_over(last)
             self.pool.begin_epoch(run.epoch)
-            self.supervisor.begin()
+            self.supervisor.begin_run()
             return
         if self.error is not None:
             run.stop(self.error)
@@ -326,24 +326,24 @@ class Session:
                 self.run.ends[worker] = outcome.snapshot
             self.apply(self.run.scheduler.exhausted(worker))
         elif outcome.kind == Kind.REFUSED:
-            self._refuse(worker, outcome.record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
+            self._refuse(worker, outcome.record.ticket, outcome.error.rebuild(None), "cannot be unpickled in")
         else:
             self._made(worker, outcome, arrived_at)
 
     def _made(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """Take what a worker has made of a ticket."""
         run, record, scheduler = self.run, outcome.record, self.run.scheduler
-        ticket = scheduler.in_flight[worker][record.seq]
+        ticket = scheduler.in_flight[worker][record.ticket]
         times: Any = None
         if outcome.kind == Kind.BATCH:
-            times = run.meter.made(worker, record, ticket.sent_at, arrived_at, max(outcome.nbytes, 0), ticket.seq)
+            times = run.meter.made(worker, record, ticket.sent_at, arrived_at, max(outcome.nbytes, 0), ticket.batch)
             if ticket.bounds is None and not self._pins:
-                times = run.meter.came(ticket.seq, [times])
+                times = run.meter.came(ticket.batch, [times])
         elif outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
             keys = None if run.is_stream else run.named(ticket).keys  # a stream has no indices
             outcome = outcome._replace(error=outcome.error.rebuild(keys, ticket.bounds[0] if ticket.bounds else 0))
-        actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        item = Item(outcome, ticket.seq, worker, times)
+        actions = scheduler.returned(worker, record.ticket, record.busy_s, record.wait_s)
+        item = Item(outcome, ticket.batch, worker, times)
         if run.tracks:
             item = run.answered(item, ticket)
         self.apply(actions + self._came(ticket, item))
@@ -352,31 +352,31 @@ class Session:
         """Return what an outcome leads to: the batch is handed over or pinned, or other slices of it are waited for."""
         run, outcome = self.run, item.outcome
         if ticket.bounds is not None:
-            batch = run.scheduler.slice_came(ticket, item)
-            return [] if batch is None else self._conclude(ticket, batch)
+            divided = run.scheduler.slice_came(ticket, item)
+            return [] if divided is None else self._conclude(ticket, divided)
         if outcome.kind != Kind.BATCH:
             if outcome.kind == Kind.LEFT_OUT:
                 run.faults.left_out.append(run.named(ticket).keys)
-            return run.scheduler.ready(item.seq, item)
+            return run.scheduler.ready(item.batch, item)
         if not self._pins:
-            return run.scheduler.ready(item.seq, item, outcome.nbytes)
+            return run.scheduler.ready(item.batch, item, outcome.nbytes)
         emptied = item._replace(outcome=outcome._replace(data=None))
         self._finish(ticket, emptied, [item.times], [outcome].pop)
         return []
 
-    def _conclude(self, ticket: Ticket, batch: Divided) -> list[Action]:
+    def _conclude(self, ticket: Ticket, divided: Divided) -> list[Action]:
         """Return what follows from all slices of a batch, the last of which this ticket was for."""
-        scheduler, seq, fate = self.run.scheduler, ticket.seq, batch.fate()
+        scheduler, batch, fate = self.run.scheduler, ticket.batch, divided.fate()
         if fate == "void":
-            return scheduler.ready(seq, VOID)
+            return scheduler.ready(batch, VOID)
         if fate == "again":
-            return scheduler.again(seq, batch.keys)
+            return scheduler.again(batch, divided.keys)
         if fate != "join":
-            return self._came(Ticket(seq, batch.keys), Item(fate, seq))
-        self._finish(ticket, *batch.to_join(seq))
+            return self._came(Ticket(batch, divided.keys), Item(fate, batch))
+        self._finish(ticket, *divided.to_join(batch))
         return []
 
-    def _finish(self, ticket: Ticket, item: Item, made: list[Made], make: Callable[[], Outcome]) -> None:
+    def _finish(self, ticket: Ticket, item: Item, made: list[Counted], make: Callable[[], Outcome]) -> None:
         """Have the data of a batch joined, or pinned, or both, beside the loop: ``item`` is without them till then."""
         assert self._finisher is not None
         self._finisher.finish(make, partial(self._on_finished, self.run, ticket, item, made))
@@ -386,7 +386,7 @@ class Session:
         run: Run,
         ticket: Ticket,
         item: Item,
-        made: list[Made],
+        made: list[Counted],
         outcome: Outcome | None,
         error: BaseException | None,
         seconds: float,
@@ -394,16 +394,16 @@ class Session:
         if run is not self.run or self.state is not State.OPEN:
             return
         if isinstance(error, CannotJoin):
-            self.apply(run.scheduler.again(ticket.seq, ticket.keys))
+            self.apply(run.scheduler.again(ticket.batch, ticket.keys))
             return
-        times = run.meter.came(item.seq, made)
+        times = run.meter.came(item.batch, made)
         if self._pins:
             run.meter.pinned(times, seconds)
         if outcome is None:
             outcome = item.outcome._replace(kind=Kind.FAILURE, error=error)
         elif run.scheduler.slices is not None and ticket.bounds is not None:
             run.scheduler.slices.slicer.joined(columns_of(outcome.data))
-        self.apply(run.scheduler.ready(item.seq, item._replace(outcome=outcome, times=times), outcome.nbytes))
+        self.apply(run.scheduler.ready(item.batch, item._replace(outcome=outcome, times=times), outcome.nbytes))
 
     @property
     def takes_outcomes(self) -> bool:
@@ -453,20 +453,20 @@ class Session:
         ticket = scheduler.in_flight[worker][number]
         names = describe_keys(self.run.named(ticket).keys)
         with_notes(error, [f"The sampler yielded {names}, which {why} a worker process."])
-        self.apply(scheduler.returned(worker, number) + self._came(ticket, failed(error, ticket.seq)))
+        self.apply(scheduler.returned(worker, number) + self._came(ticket, failed(error, ticket.batch)))
 
     def _fail(self, action: Fail) -> None:
         """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
-        named = {ticket.seq: self.run.named(ticket) for ticket in action.tickets}
+        named = {ticket.batch: self.run.named(ticket) for ticket in action.tickets}
         error = action.cause(list(named.values()))
         if action.at_once:
             self.run.raise_first(error)
             return
         (ticket,) = action.tickets
-        item = failed(error, ticket.seq)
+        item = failed(error, ticket.batch)
         if action.leave_out:
-            log.warning("The batch with the indices %s is left out: %s", describe_keys(named[ticket.seq].keys), error)
-            item = Item(Outcome(Kind.LEFT_OUT), ticket.seq)
+            log.warning("The batch with the indices %s is left out: %s", describe_keys(named[ticket.batch].keys), error)
+            item = Item(Outcome(Kind.LEFT_OUT), ticket.batch)
         self.apply(self._came(ticket, item))
 
     def _send(self, action: Send) -> None:
@@ -478,15 +478,15 @@ class Session:
         self._outbox.put(action.worker, ticket.number, self.run.contents(ticket))
 
     def _deliver(self, action: Deliver) -> None:
-        if (times := action.outcome.times) is not None:
+        if (times := action.item.times) is not None:
             times.ready_at = perf_counter()
-        self.run.handoff.put(action.outcome)
+        self.run.handoff.put(action.item)
 
     def _give_up(self, action: GiveUp) -> None:
         error = action.error
         self._read_inbox()
         if lost := self.run.scheduler.stopped():
-            count, keys = len({ticket.seq for ticket in lost}), describe_keys(self.run.named(lost[0]).keys)
+            count, keys = len({ticket.batch for ticket in lost}), describe_keys(self.run.named(lost[0]).keys)
             error.add_note(f"{count} batches that were planned are lost; the first has the indices {keys}.")
         self._stop(error)
         self._loop.call_soon(self._close, END_GRACE_S)

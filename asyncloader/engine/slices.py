@@ -24,7 +24,7 @@ from asyncloader.engine.taking import Item
 from asyncloader.messages.failure import BadSample
 from asyncloader.messages.messages import Kind, Slice
 from asyncloader.messages.outcome import Outcome
-from asyncloader.observe.meter import Made
+from asyncloader.observe.meter import Counted
 from asyncloader.options import OnError, Options
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.transport.batch_slabs import BatchSlabs
@@ -134,7 +134,7 @@ class Divided:
             for sample in item.outcome.bad
         ]
 
-    def to_join(self, number: int) -> tuple[Item, list[Made], Callable[[], Outcome]]:
+    def to_join(self, number: int) -> tuple[Item, list[Counted], Callable[[], Outcome]]:
         """Return the batch of this number without its data, what is counted of its slices, and what joins these."""
         items = [item for _, item in self.in_order() if item.outcome.kind == Kind.BATCH]
         sizes, parts = [item.outcome.nbytes for item in items], [item.outcome.data for item in items]
@@ -198,9 +198,9 @@ class Slices:
             self.slicer.each = self.slicer.each if ticket.bounds else 1
             return ticket
         if ticket.bounds is None:
-            self._batches[ticket.seq] = Divided(ticket.keys, self._on_error, self._digest)
+            self._batches[ticket.batch] = Divided(ticket.keys, self._on_error, self._digest)
         ticket.bounds = begin + size, end
-        return Ticket(ticket.seq, ticket.keys, -1, (begin, begin + size))
+        return Ticket(ticket.batch, ticket.keys, -1, (begin, begin + size))
 
     def made(self, ticket: Ticket, seconds: float) -> None:
         """A worker is done with a ticket, which took it so long."""
@@ -208,23 +208,23 @@ class Slices:
             begin, end = ticket.bounds or (0, len(ticket.keys))
             self.slicer.made(end - begin, seconds)
 
-    def contents(self, ticket: Ticket, batch: Any) -> Any:
-        """Return what a worker is to know of a ticket of this batch; slabs are obtained with the first slice."""
+    def contents(self, ticket: Ticket, keys: Any) -> Any:
+        """Return what a worker is to know of a ticket, whose batch has these keys; slabs come with the first slice."""
         if ticket.bounds is None:
-            return batch
-        divided, (begin, end) = self._batches[ticket.seq], ticket.bounds
+            return keys
+        divided, (begin, end) = self._batches[ticket.batch], ticket.bounds
         if not begin and divided.slabs is None and self._obtain is not None:
             divided.slabs = self._obtain(self.slicer.columns, len(ticket.keys))
         slabs = divided.slabs
         rows = () if slabs is None else slabs.rows(begin, end)
-        return Slice(Placed(ticket.own_keys, batch.first + begin), rows, slabs)
+        return Slice(Placed(ticket.own_keys, keys.first + begin), rows, slabs)
 
     def add(self, ticket: Ticket, item: Any) -> Divided | None:
         """Note what has become of a slice; return its batch if no slice is missing any more."""
-        batch, (begin, end) = self._batches[ticket.seq], ticket.bounds or (0, 0)
+        batch, (begin, end) = self._batches[ticket.batch], ticket.bounds or (0, 0)
         batch.items[begin] = item
         batch.missing -= end - begin
         if batch.missing:
             return None
         self.slicer.each = len(batch.items)
-        return self._batches.pop(ticket.seq)
+        return self._batches.pop(ticket.batch)

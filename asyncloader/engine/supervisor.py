@@ -29,11 +29,11 @@ from asyncloader.engine.actions import (
     GiveUp,
     Join,
     Leave,
-    Lose,
     Postpone,
     Replace,
     Start,
     Ticket,
+    Vacate,
 )
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.outbox import Outbox
@@ -149,7 +149,7 @@ class Supervisor:
 
     # ---------------------------------------------------------------------------------------------------- events
 
-    def begin(self) -> None:
+    def begin_run(self) -> None:
         """A run has begun with workers that are there: fill places, and have those go that are not wanted."""
         run, processes = self.session.run, self._pool.processes
         for worker in processes:
@@ -162,7 +162,7 @@ class Supervisor:
             elif self.workforce.is_coming(worker):
                 self._start(worker)  # there was no room for it: it is not waited for any longer
         if self.auto is not None:
-            self.auto.controller.begin()
+            self.auto.controller.begin_run()
         self.due = 0.0
         self._settle()
         self.look_at_renewal(perf_counter(), begins=True)
@@ -171,7 +171,7 @@ class Supervisor:
         """Replace nobody any more in this run; return who has no process."""
         resting = set(self._rests)
         for worker in resting:
-            self._wake(worker)
+            self._cancel_rest(worker)
         return resting | self.recovery.stop()
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
@@ -223,7 +223,7 @@ class Supervisor:
     def on_lost(self, worker: int) -> None:
         """A worker has gone, and nothing that it was at is to blame."""
         self.workforce.lose(worker)
-        self._wake(worker)
+        self._cancel_rest(worker)
         self._have_others_do(worker)
 
     def on_prepared(self, worker: int) -> None:
@@ -397,14 +397,14 @@ class Supervisor:
             case Leave(worker):
                 self._leave(worker)
             case Dismiss(worker):
-                self._wake(worker)
+                self._cancel_rest(worker)
                 self._pool.dismiss(worker, END_GRACE_S)
             case Discard(worker):
                 self._pool.discard(worker)
             case Replace(worker):
                 self._replace(worker)
-            case Lose():
-                self._lose(action)
+            case Vacate():
+                self._vacate(action)
             case Postpone():
                 self._postpone(action)
 
@@ -469,12 +469,12 @@ class Supervisor:
             self.workforce.comes_later(worker)
             self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, worker)
 
-    def _lose(self, action: Lose) -> None:
+    def _vacate(self, action: Vacate) -> None:
         """Tell the scheduler of a worker that was lost; another comes at once, or later."""
         run, worker = self.session.run, action.worker
-        run.lost(worker)
+        run.forget_given(worker)
         self.workforce.cancel_renewal(worker)
-        actions = run.scheduler.died(action, self.outbox.drop(worker))  # it was to be renewed, or is not there yet
+        actions = run.scheduler.vacated(action, self.outbox.drop(worker))  # it was to be renewed, or is not there yet
         if worker in run.scheduler.resting:
             self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, worker)
         run.faults.timeouts += action.hung
@@ -488,7 +488,7 @@ class Supervisor:
             self._replace(worker)
             self.session.apply(self.session.run.scheduler.rested(worker))
 
-    def _wake(self, worker: int) -> None:
+    def _cancel_rest(self, worker: int) -> None:
         """Wait no longer with the next process of a worker."""
         if (timer := self._rests.pop(worker, None)) is not None:
             timer.cancel()

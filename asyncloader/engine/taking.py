@@ -20,19 +20,19 @@ class Item(NamedTuple):
     Attributes:
         outcome: A batch, what was raised in its place, or nothing, but the place in the window is free; the end of the
             data, where batches are made in this process.
-        seq: Number of the batch in the plan; -1 beside the order.
+        batch: Number of the batch in the plan; -1 beside the order.
         worker: The worker that has answered the ticket; -1 for none.
         times: Times of a batch, for the meter; when it was made, where that was in this process.
-        number: Number of the batch in the stream of its worker.
+        in_stream: Number of the batch in the stream of its worker.
         keys: Where they may be needed to make the batch again.
         counts: The item is in order, and frees a place in the window.
     """
 
     outcome: Outcome
-    seq: int = -1
+    batch: int = -1
     worker: int = -1
     times: Any = None
-    number: int = -1
+    in_stream: int = -1
     keys: Any = None
     counts: bool = True
 
@@ -44,9 +44,9 @@ class Item(NamedTuple):
         return None, stand_in(outcome.error, in_async_for=in_async_for)
 
 
-def failed(error: BaseException, seq: int = -1, *, counts: bool = True) -> Item:
+def failed(error: BaseException, batch: int = -1, *, counts: bool = True) -> Item:
     """Return what is raised in place of a batch that no worker has come to."""
-    return Item(Outcome(Kind.FAILURE, error=error), seq, counts=counts)
+    return Item(Outcome(Kind.FAILURE, error=error), batch, counts=counts)
 
 
 class Taking:
@@ -118,7 +118,7 @@ class Taking:
                 if (error := self.limit.count(outcome.bad, bad_before)) is not None:
                     item = failed(error)
             digest = item.outcome.record.digest if item.outcome.kind == Kind.BATCH else 0
-            given = _new(Given, (first.seq, first.worker, first.number, snapshot, first.keys, bad_count, digest))
+            given = _new(Given, (first.batch, first.worker, first.in_stream, snapshot, first.keys, bad_count, digest))
             is_left_out = item.outcome.kind == Kind.LEFT_OUT
             if is_left_out:
                 after = place.after(given, is_ahead=bool(calls) or not progress.in_order), calls

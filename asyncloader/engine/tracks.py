@@ -1,7 +1,7 @@
 """How far workers are in their data, batch by batch.
 
-    given(seq) ──> the next batch of the stream that is not done with ── done(number, snapshot) ──> start
-    lost() ──────> what was given and is not done with is given again
+    given(batch) ──> the next batch of the stream that is not done with ── done(number, snapshot) ──> start
+    forget_given() ──> what was given and is not done with is given again
 
 A worker of an iterable dataset reads one batch after the other, and each ticket that it gets takes the next one. Where
 it makes several at once they may be done with in any order; its place in the data is then before the first that is not
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from asyncloader.messages.snapshot import Made, Start, Untold
+from asyncloader.messages.snapshot import Made, Untold, WorkerStart
 
 
 class Track:
@@ -26,7 +26,7 @@ class Track:
         start: Where the worker begins.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: WorkerStart) -> None:
         self._place = start._replace(ahead=())
         self._first = 0  # the first that is not done with: all before it are in `_place`
         self._ahead: dict[int, Any] = dict.fromkeys(start.ahead)  # done with beyond that: snapshots by number
@@ -37,29 +37,29 @@ class Track:
         return f"<Track first={self._first} ahead={sorted(self._ahead)} given={self._given}>"
 
     @property
-    def start(self) -> Start:
+    def start(self) -> WorkerStart:
         """Where another worker has to begin."""
         return self._place._replace(ahead=tuple(sorted(number - self._first for number in self._ahead)))
 
-    def given(self, seq: int) -> None:
+    def given(self, batch: int) -> None:
         """The worker got a ticket, which takes the next batch that is not done with."""
         self._next = max(self._next, self._first)
         while self._next in self._ahead:
             self._next += 1
-        self._given[seq] = self._next
+        self._given[batch] = self._next
         self._next += 1
 
-    def lost(self) -> None:
+    def forget_given(self) -> None:
         """The worker is gone, and what it had was not made."""
         self._given.clear()
         self._next = self._first
 
-    def answered(self, seq: int, snapshot: Any, keys: Any = None) -> int:
+    def answered(self, batch: int, snapshot: Any, keys: Any = None) -> int:
         """The ticket has an outcome, and its batch is done with; return the number of that.
 
         -1 if the ticket was not `given`: the batches of the worker are done with as they come.
         """
-        number = self._given.pop(seq, -1)
+        number = self._given.pop(batch, -1)
         self.done(number, snapshot)
         return number
 
@@ -86,7 +86,7 @@ class History:
         overlaps: Samples of several batches are in work at once.
     """
 
-    def __init__(self, start: Start, key: tuple[int, int, int], *, overlaps: bool) -> None:
+    def __init__(self, start: WorkerStart, key: tuple[int, int, int], *, overlaps: bool) -> None:
         self._start = start
         self._since: tuple[Made, Any] | None = None  # what was made then, the last first: each with what was before it
         self._key = key
@@ -94,7 +94,7 @@ class History:
         self._is_known = True  # whether what was made since a state, or the beginning, is in `start`
 
     @property
-    def start(self) -> Start:
+    def start(self) -> WorkerStart:
         """Where another worker has to begin."""
         made, rest = [], self._since
         while rest is not None:
@@ -102,13 +102,13 @@ class History:
             made.append(last)
         return self._start._replace(made=(*self._start.made, *reversed(made)))
 
-    def lost(self) -> None:
+    def forget_given(self) -> None:
         """The worker is gone: another one makes what it had."""
 
-    def answered(self, seq: int, snapshot: Any, keys: Any) -> int:
+    def answered(self, batch: int, snapshot: Any, keys: Any) -> int:
         """The ticket has an outcome; return its number."""
-        self.done(seq, snapshot, keys)
-        return seq
+        self.done(batch, snapshot, keys)
+        return batch
 
     def done(self, number: int, snapshot: Any, keys: Any = None) -> None:
         """A batch is done with; the dataset was in this state then, or nobody knows (None, Untold)."""
@@ -118,10 +118,10 @@ class History:
                 self._since = Made(self._key, number, keys), self._since
         elif isinstance(snapshot, Untold):
             self._is_known = False
-            self._start, self._since = Start(), None
+            self._start, self._since = WorkerStart(), None
         elif not self._overlaps or snapshot.taken_at >= getattr(self._start.snapshot, "taken_at", 0.0):
             self._is_known = True
-            self._start, self._since = Start(0, snapshot), None
+            self._start, self._since = WorkerStart(0, snapshot), None
 
 
 Progressing: TypeAlias = Track | History
@@ -129,7 +129,7 @@ Progressing: TypeAlias = Track | History
 
 
 def make_tracks(
-    starts: dict[int, Start] | None, key: tuple[int, int, int] | None, *, overlaps: bool
+    starts: dict[int, WorkerStart] | None, key: tuple[int, int, int] | None, *, overlaps: bool
 ) -> dict[int, Progressing]:
     """Return how far each worker is that begins there, in a stream, or with a ``key`` in a map-style dataset."""
     return {

@@ -3,11 +3,11 @@
     header: length of the body (u64), kind (u8)
     body:   pickled (small, control), or an outcome (see :mod:`asyncloader.messages.outcome`)
 
-    parent -> worker   TICKETS  loans, [(seq, pickled keys), ...]  a batch each to do, and slabs to do them in; see
+    parent -> worker   TICKETS  loans, [(ticket, pickled keys), ...]  a batch each to do, and slabs to do them in; see
                                                               :mod:`asyncloader.messages.tickets`
                        LOANS    loans                         answer to an ask
                        EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
-                       WHERE    seq                           tell at which awaits the samples of this ticket are
+                       WHERE    ticket                           tell at which awaits the samples of this ticket are
                        END      nothing                       finish: clean up and leave
                        CONFIRM  number of the run             answer to ENDING
     worker -> parent   UP       True; nothing: no arena here  the generators are seeded; what follows is the user's code
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from asyncloader.epochs import Told
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.modes import Modes
-from asyncloader.messages.snapshot import Start
+from asyncloader.messages.snapshot import WorkerStart
 from asyncloader.observe.record import Record as Record
 from asyncloader.options import OnError
 from asyncloader.seeding.sample_context import Placed
@@ -97,7 +97,7 @@ class EpochSpec(NamedTuple):
     number: int
     key: tuple[int, int, int]
     shared_seed: int | None = None
-    starts: dict[int, Start] | None = None
+    starts: dict[int, WorkerStart] | None = None
     epochs: tuple[Told, ...] = ()
     num_workers: int = 0
 

@@ -1,9 +1,9 @@
 """States of the user's objects: when they are taken, how they are kept and written down, how they are brought back.
 
-    Pace       says when a state is due: it may cost a fiftieth of the time, and no more
-    Frozen     a state as it was when it was taken
-    Start      where a worker begins, or has come to: the last snapshot, and what was made since
-    Keeper     takes snapshots of the dataset and its iterator, loads one, and says what came after it
+    Pace         says when a state is due: it may cost a fiftieth of the time, and no more
+    Frozen       a state as it was when it was taken
+    WorkerStart  where a worker begins, or has come to: the last snapshot, and what was made since
+    Keeper       takes snapshots of the dataset and its iterator, loads one, and says what came after it
 
 A snapshot is {"dataset", "iterator", "ended"}: the states of those that provide one. A dataset that is its own iterator
 provides it once. Batches since a snapshot are made again from there, and dropped: a number of batches of a stream, the
@@ -157,11 +157,11 @@ class Made(NamedTuple):
     """
 
     key: tuple[int, int, int]
-    seq: int
+    batch: int
     keys: Any
 
 
-class Start(NamedTuple):
+class WorkerStart(NamedTuple):
     """Where a worker is: what was made after a snapshot, or after the beginning if there is none.
 
     A stream has a number of batches. Where batches of a stream are made at once, some further ones may be done with
@@ -177,11 +177,11 @@ class Start(NamedTuple):
     made: tuple[Made, ...] = ()
     epochs: tuple[Told, ...] = ()
 
-    def after(self, snapshot: Any) -> Start:
+    def after(self, snapshot: Any) -> WorkerStart:
         """Return where a stream is one batch later, with nothing ahead."""
         if snapshot is None:
-            return Start(self.batches + 1, self.snapshot, epochs=self.epochs)
-        return Start(0, snapshot)
+            return WorkerStart(self.batches + 1, self.snapshot, epochs=self.epochs)
+        return WorkerStart(0, snapshot)
 
     def gaps(self) -> list[int]:
         """Return how many batches of the stream are left out before each of the next ones that are made."""
@@ -197,7 +197,7 @@ class Start(NamedTuple):
         return gaps
 
 
-def as_plain(starts: dict[int, Start]) -> Any:
+def as_plain(starts: dict[int, WorkerStart]) -> Any:
     """Write down where workers are: as JSON if that says all of it."""
     ordered = [start for _, start in sorted(starts.items())]
     written = [(start, _plain_snapshot(start.snapshot), _plain_made(start.made)) for start in ordered]
@@ -214,26 +214,26 @@ def _plain_snapshot(snapshot: Any) -> Any:
 
 
 def _plain_made(made: tuple[Made, ...]) -> Any:
-    return plain([[list(batch.key), batch.seq, *_plain_keys(batch.keys)] for batch in made])
+    return plain([[list(each.key), each.batch, *_plain_keys(each.keys)] for each in made])
 
 
 def _plain_keys(keys: Any) -> tuple[Any, ...]:
     return tuple(keys) if type(keys) is Placed else (keys,)
 
 
-def from_plain(plain: Any) -> dict[int, Start]:
+def from_plain(plain: Any) -> dict[int, WorkerStart]:
     """Read what `as_plain` has written."""
     return {worker: _start(*start) for worker, start in enumerate(unplain(plain))}
 
 
-def _start(batches: int, snapshot: Any, ahead: list[int] | str = "[]", made: Any = "[]") -> Start:
+def _start(batches: int, snapshot: Any, ahead: list[int] | str = "[]", made: Any = "[]") -> WorkerStart:
     ahead, made = (json.loads(part) if isinstance(part, str) else part for part in (ahead, made))
-    return Start(batches, snapshot, tuple(ahead), tuple(map(_made, made)))
+    return WorkerStart(batches, snapshot, tuple(ahead), tuple(map(_made, made)))
 
 
 def _made(batch: Any) -> Made:
-    key, seq, keys, *first = batch
-    return Made(tuple(key), seq, Placed(keys, *first) if first else keys)
+    key, number, keys, *first = batch
+    return Made(tuple(key), number, Placed(keys, *first) if first else keys)
 
 
 class Keeper:
@@ -252,7 +252,7 @@ class Keeper:
         is_put_back: The dataset has begun in a state that was told.
     """
 
-    def __init__(self, dataset: Any, every: int, start: Start, *, sends: bool = False) -> None:
+    def __init__(self, dataset: Any, every: int, start: WorkerStart, *, sends: bool = False) -> None:
         self._gaps = deque(start.gaps())
         self.made = start.made
         self._dataset = dataset
@@ -317,10 +317,10 @@ class Keeper:
         return self.take_now()
 
 
-def dataset_here(dataset: Any, every: int | None = 1) -> Start:
+def dataset_here(dataset: Any, every: int | None = 1) -> WorkerStart:
     """Return where the dataset of this process is, which is the one that batches are made of without workers."""
-    snapshot = Keeper(dataset, every or 0, Start()).take_now()
-    return Start(0, snapshot) if isinstance(snapshot, Frozen) else Start()
+    snapshot = Keeper(dataset, every or 0, WorkerStart()).take_now()
+    return WorkerStart(0, snapshot) if isinstance(snapshot, Frozen) else WorkerStart()
 
 
 def outlasting(snapshot: Any, dataset: Any) -> Frozen:

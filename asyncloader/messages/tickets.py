@@ -81,7 +81,7 @@ def _in_band(address: int, array: Array) -> Any:
     return pickle.PickleBuffer(contents.data) if array.flags.writeable else bytearray(contents)
 
 
-def inline(seq: int, parts: Sequence[Buffer]) -> bytes:
+def inline(ticket: int, parts: Sequence[Buffer]) -> bytes:
     """Place a pickle in the message."""
     return b"".join(parts)
 
@@ -91,11 +91,11 @@ def pickle_tickets(
 ) -> tuple[list[PickledTicket], list[tuple[int, Exception]]]:
     """Pickle the keys of each ticket, and place them; return what can be sent, and why the others cannot."""
     pickled, refused = [], []
-    for seq, keys in tickets:
+    for ticket, keys in tickets:
         try:
-            pickled.append((seq, place(seq, dumps(_travelling(keys) if type(keys) in _PACKED else keys))))
+            pickled.append((ticket, place(ticket, dumps(_travelling(keys) if type(keys) in _PACKED else keys))))
         except Exception as error:
-            refused.append((seq, _without_frames(error)))
+            refused.append((ticket, _without_frames(error)))
     return pickled, refused
 
 

@@ -50,7 +50,7 @@ def _columns_here(rows: NDArray[np.float64]) -> list[NDArray[np.float64]]:
     return [samples, stalled, lay_ready, work - collate, collate, work, waited, ready, training]
 
 
-class Made(NamedTuple):
+class Counted(NamedTuple):
     """The figures of a ticket whose batch has been made; ``times`` are the seconds of each of `_MADE`."""
 
     samples: int
@@ -61,10 +61,10 @@ class Made(NamedTuple):
 class BatchTimes:
     """The way of one batch through this process: its number, when it was there, when it was its turn."""
 
-    __slots__ = ("made_at", "ready_at", "seq")
+    __slots__ = ("batch", "made_at", "ready_at")
 
-    def __init__(self, seq: int, made_at: float) -> None:
-        self.seq = seq
+    def __init__(self, batch: int, made_at: float) -> None:
+        self.batch = batch
         self.made_at = made_at
         self.ready_at = made_at
 
@@ -142,7 +142,7 @@ class Meter:
 
     # ------------------------------------------------------------------------------------------- loop thread
 
-    def made(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int, number: int) -> Made:
+    def made(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int, number: int) -> Counted:
         """Count what a worker did for a ticket, whose outcome has just been read; the batch is counted by `came`.
 
         Args:
@@ -175,9 +175,9 @@ class Meter:
             stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
             self._note(timeline.batch, own.node, number, worker, sent_at, began, stages, arrived_at, now)
         times = [max(0.0, began - sent_at), fetch, collate, encode, transfer, now - arrived_at, work]
-        return _new(Made, (record.samples, nbytes, times))
+        return _new(Counted, (record.samples, nbytes, times))
 
-    def came(self, number: int, made: Sequence[Made]) -> BatchTimes:
+    def came(self, number: int, made: Sequence[Counted]) -> BatchTimes:
         """Count a batch: the work of all its tickets, the first one's wait to be begun, the last one's way.
 
         Args:
@@ -199,7 +199,7 @@ class Meter:
         """Count a copy into page-locked memory, which has just been made."""
         self._pinned.add([seconds])
         times.made_at = times.ready_at = perf_counter()
-        self._note(timeline.pinned, times.seq, times.ready_at, seconds)
+        self._note(timeline.pinned, times.batch, times.ready_at, seconds)
 
     def resized(self, num_workers: int, window: int) -> None:
         """Note that a worker has come or gone: so many take batches now."""
@@ -263,7 +263,7 @@ class Meter:
         asked_at = asked_at or now
         ready_at, made_at = times.ready_at, times.made_at
         self._taken.add([used, ready, now - asked_at, now - ready_at, ready_at - made_at, asked_at - self._idle_from])
-        self._count_taken(times.seq, asked_at, now, ready, digest)
+        self._count_taken(times.batch, asked_at, now, ready, digest)
 
     def took_here(self, asked_at: float, record: Record, made_at: float, ready: int) -> None:
         """Count a batch that this process has made itself, and pinned if it is to be, and that a consumer takes."""
@@ -272,10 +272,10 @@ class Meter:
         self._here.add([samples, stalled_s, ready, began, collate_s, made_at, asked_at, now, self._idle_from])
         if self._trace is not None:
             stages = (("fetch", made_at - began - collate_s), ("collate", collate_s))
-            self._note(timeline.batch, "", record.seq, -1, 0.0, began, stages, 0.0, now)
-        self._count_taken(record.seq, asked_at, now, ready, record.digest)
+            self._note(timeline.batch, "", record.ticket, -1, 0.0, began, stages, 0.0, now)
+        self._count_taken(record.ticket, asked_at, now, ready, record.digest)
 
-    def _count_taken(self, seq: int, asked_at: float, now: float, ready: int, digest: int) -> None:
+    def _count_taken(self, batch: int, asked_at: float, now: float, ready: int, digest: int) -> None:
         if now > self._cpu_due_at:
             self._last_cpu_s = process_time()
             self._cpu_due_at = now + 0.001 + 0.01 * (now - self._began)
@@ -284,7 +284,7 @@ class Meter:
         if self._trace is not None:
             last_at = self._last_at if self._taken_count else 0.0
             waited_from = asked_at if asked_at < now else 0.0
-            self._note(timeline.taken, seq, last_at, waited_from, now, ready, digest, self._loader, self._epoch)
+            self._note(timeline.taken, batch, last_at, waited_from, now, ready, digest, self._loader, self._epoch)
             if self._trace.is_due:
                 self._trace.write()
         self._last_at = self._idle_from = now

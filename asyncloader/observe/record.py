@@ -14,7 +14,7 @@ class Record(NamedTuple):
     ago, and 0 if that is not known; ``digest`` is that of a whole batch where batches have fingerprints, otherwise 0.
     """
 
-    seq: int
+    ticket: int
     epoch: int
     samples: int
     began: float

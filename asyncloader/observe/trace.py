@@ -190,9 +190,9 @@ def _slice(track: int, name: str, began: float, seconds: float, **args: Any) -> 
     return {"ph": "X", "tid": track, "name": name, "ts": began, "dur": max(seconds, _INSTANT_S), "args": args}
 
 
-def _flow(phase: str, track: int, seq: int, at: float) -> dict[str, Any]:
+def _flow(phase: str, track: int, ticket: int, at: float) -> dict[str, Any]:
     """A point of the arrow of a ticket: "s" where it starts, "t" where it passes, "f" where it ends."""
-    event = {"ph": phase, "tid": track, "name": "ticket", "cat": "ticket", "id": seq, "ts": at}
+    event = {"ph": phase, "tid": track, "name": "ticket", "cat": "ticket", "id": ticket, "ts": at}
     return {**event, "bp": "e"} if phase == "f" else event
 
 
@@ -219,12 +219,12 @@ def memory(at: float, worker: int, private_bytes: int) -> Iterator[dict[str, Any
 
 
 def batch(
-    seq: int, track: int, sent_at: float, began: float, stages: Any, arrived_at: float, now: float
+    batch: int, track: int, sent_at: float, began: float, stages: Any, arrived_at: float, now: float
 ) -> Iterator[dict[str, Any]]:
     """A batch has come, from a worker or from this process (noted as worker -1).
 
     Args:
-        seq: The number of its ticket.
+        batch: The number of its ticket.
         track: Where it is shown; noted is the worker.
         sent_at: When its ticket was sent, 0.0 for never.
         began: When the work began.
@@ -233,32 +233,39 @@ def batch(
         now: When it has been read. All times are on this machine's clock.
     """
     if sent_at:
-        yield _slice(_CHANNEL, "send", sent_at, 0.0, batch=seq)
-        yield _flow("s", _CHANNEL, seq, sent_at)
-    yield _slice(track, f"batch {seq}", began, sum(seconds for _, seconds in stages), batch=seq)
+        yield _slice(_CHANNEL, "send", sent_at, 0.0, batch=batch)
+        yield _flow("s", _CHANNEL, batch, sent_at)
+    yield _slice(track, f"batch {batch}", began, sum(seconds for _, seconds in stages), batch=batch)
     if sent_at:
-        yield _flow("t", track, seq, began)
+        yield _flow("t", track, batch, began)
     for name, seconds in stages:
-        yield _slice(track, name, began, seconds, batch=seq)
+        yield _slice(track, name, began, seconds, batch=batch)
         began += seconds
     if arrived_at:
-        yield _slice(_CHANNEL, "receive", arrived_at, now - arrived_at, batch=seq)
-        yield _flow("t", _CHANNEL, seq, arrived_at)
+        yield _slice(_CHANNEL, "receive", arrived_at, now - arrived_at, batch=batch)
+        yield _flow("t", _CHANNEL, batch, arrived_at)
 
 
-def pinned(seq: int, now: float, seconds: float) -> Iterator[dict[str, Any]]:
+def pinned(batch: int, now: float, seconds: float) -> Iterator[dict[str, Any]]:
     """A copy into page-locked memory has just been made."""
-    yield _slice(_PIN, "pin", now - seconds, seconds, batch=seq)
-    yield _flow("t", _PIN, seq, now - seconds)
+    yield _slice(_PIN, "pin", now - seconds, seconds, batch=batch)
+    yield _flow("t", _PIN, batch, now - seconds)
 
 
 def taken(
-    seq: int, last_at: float, asked_at: float, now: float, ready: int, digest: int = 0, loader: int = 0, epoch: int = 0
+    batch: int,
+    last_at: float,
+    asked_at: float,
+    now: float,
+    ready: int,
+    digest: int = 0,
+    loader: int = 0,
+    epoch: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """A consumer took a batch.
 
     Args:
-        seq: Its number in the plan.
+        batch: Its number in the plan.
         last_at: When the last one was taken, 0.0 for never.
         asked_at: Since when it was waited for, 0.0 if it was there.
         now: When it was taken.
@@ -272,9 +279,9 @@ def taken(
         began = last_at + _INSTANT_S  # after the slice in which the last one was taken
         yield _slice(_CONSUMER, "train", began, (asked_at or now) - began)
     if asked_at:
-        yield _slice(_CONSUMER, "wait", asked_at, now - asked_at, batch=seq)
-    yield _slice(_CONSUMER, "take", now, 0.0, batch=seq, loader=loader, epoch=epoch, **fingerprint)
-    yield _flow("f", _CONSUMER, seq, now)
+        yield _slice(_CONSUMER, "wait", asked_at, now - asked_at, batch=batch)
+    yield _slice(_CONSUMER, "take", now, 0.0, batch=batch, loader=loader, epoch=epoch, **fingerprint)
+    yield _flow("f", _CONSUMER, batch, now)
     yield {"ph": "C", "tid": _CONSUMER, "name": "ready", "ts": now, "args": {"batches": ready}}
 
 

@@ -38,7 +38,7 @@ from asyncloader.messages.frames import BadFrame, Buffer
 from asyncloader.messages.mapped_pickle import open_mapped
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import split
-from asyncloader.messages.snapshot import Start
+from asyncloader.messages.snapshot import WorkerStart
 from asyncloader.messages.tickets import with_loans
 from asyncloader.ray.facts import facts
 from asyncloader.ray.handshake import PROOF_BYTES, Refused, Stranger, agent_side, prove
@@ -85,7 +85,7 @@ class AgentPool(Pool):
         self._epoch = epoch
         self._pass_on = pass_on
 
-    def start_one(self, worker: int, num_workers: int, start: Start | None) -> WorkerProcess:
+    def start_one(self, worker: int, num_workers: int, start: WorkerStart | None) -> WorkerProcess:
         """Start a worker under an id, at a place in its data if that matters."""
         if self._epoch.starts is not None and start is not None:
             self._epoch.starts[worker] = start
@@ -209,7 +209,7 @@ class Agent:
         else:
             self._for_worker(self._pool, kind, life, body)
 
-    def _add(self, pool: AgentPool, life: int, worker: int, num_workers: int, start: Start | None) -> None:
+    def _add(self, pool: AgentPool, life: int, worker: int, num_workers: int, start: WorkerStart | None) -> None:
         if self._is_ending:
             return
         try:
@@ -230,8 +230,8 @@ class Agent:
         if kind == Kind.TICKETS:
             pool.give(process, body)
         elif kind == Word.STACK:
-            (seq,) = NUMBER.unpack(body)
-            process.ask_stack(seq, lambda text: self._link.send(Word.STACK, life, text.encode(errors="replace")))
+            (ticket,) = NUMBER.unpack(body)
+            process.ask_stack(ticket, lambda text: self._link.send(Word.STACK, life, text.encode(errors="replace")))
         elif kind in (Word.DISMISS, Word.DISCARD):
             if kind == Word.DISCARD:
                 pool.discard(worker)

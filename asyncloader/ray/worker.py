@@ -107,9 +107,9 @@ class RemoteWorker(Worker):
         """Whether the worker can be asked where it is."""
         return self.is_alive and self.is_ready
 
-    def _ask(self, seq: int) -> None:
+    def _ask(self, ticket: int) -> None:
         """Have it tell the stacks of its threads."""
-        self.agent.send(Word.STACK, self.life, NUMBER.pack(seq))
+        self.agent.send(Word.STACK, self.life, NUMBER.pack(ticket))
 
     def _stack(self, awaits: str) -> str:
         return f"on node {self.node}:\n{awaits}" if awaits else ""

@@ -46,7 +46,7 @@ import torch
 from asyncloader import identity
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.errors import StateMismatchError
-from asyncloader.messages.snapshot import Start, as_plain, dataset_here, from_plain
+from asyncloader.messages.snapshot import WorkerStart, as_plain, dataset_here, from_plain
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.exclusions import Exclusions
@@ -252,7 +252,7 @@ class Checkpointer:
             )
         return state
 
-    def carried(self) -> dict[int, Start] | None:
+    def carried(self) -> dict[int, WorkerStart] | None:
         """Return where the datasets are that outlast the run, for the next one; None if none does, or has a state."""
         options, ends, workers = self.options, self.progress.ends, self.progress.now.workers
         if not options.keeps_dataset or workers is None:
@@ -261,7 +261,7 @@ class Checkpointer:
             if options.persistent_workers:
                 return workers
             return {0: dataset_here(options.dataset, options.snapshot_every)}
-        return {worker: Start(0, ends.get(worker)) for worker in workers} if ends else None
+        return {worker: WorkerStart(0, ends.get(worker)) for worker in workers} if ends else None
 
     def samplers_after(self) -> SamplerState:
         """Return where samplers are before the next run."""
@@ -364,14 +364,14 @@ def initial_state(options: Options, epoch: int, excluded: Any = None) -> dict[st
     """Return the state of a loader that was not iterated over since so many runs."""
     rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
     samplers = SamplerState(own_state(options.index_sampler))
-    here = Start() if options.has_workers else dataset_here(options.dataset, options.snapshot_every)
+    here = WorkerStart() if options.has_workers else dataset_here(options.dataset, options.snapshot_every)
     return _state(
         options,
         epoch,
         describe(options),
         rng.as_text(rng.capture()),
         samplers,
-        workers=None if here == Start() else as_plain({0: here}),
+        workers=None if here == WorkerStart() else as_plain({0: here}),
         num_workers=int(options.num_workers) if options.is_auto else None,
         excluded=excluded,
     )

@@ -24,7 +24,7 @@ import torch
 
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.epochs import Told, listeners, restore, tell
-from asyncloader.messages.snapshot import Frozen, Pace, Start, dataset_here, from_plain, unplain
+from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_here, from_plain, unplain
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, leaves_out_buffer
 from asyncloader.run.checkpoint import Checkpointer, is_between_runs
@@ -60,7 +60,7 @@ class RunStart(NamedTuple):
 
     plan: Plan
     checkpointer: Checkpointer
-    starts: dict[int, Start] | None
+    starts: dict[int, WorkerStart] | None
 
 
 def begin(
@@ -120,7 +120,7 @@ def _draw(
     rng: RNGSnapshot,
     iterate: Callable[[], Drawn],
     prepare: Callable[[], object] | None,
-) -> tuple[Drawn, list[Any], bool, SamplerState, dict[int, Start] | None]:
+) -> tuple[Drawn, list[Any], bool, SamplerState, dict[int, WorkerStart] | None]:
     """Have an order drawn by torch's iterator, from its beginning; or once more where that is not as a state says.
 
     Args:
@@ -210,7 +210,7 @@ def _progress(
     state: dict[str, Any] | None,
     drawn: Drawn,
     key: tuple[int, int, int],
-    workers: dict[int, Start] | None,
+    workers: dict[int, WorkerStart] | None,
 ) -> Progress:
     """Return how far the run is before its first batch."""
     position = state["position"] if state is not None else drawn.num_yielded
@@ -287,11 +287,13 @@ def _load_dataset(options: Options, state: dict[str, Any] | None, news: tuple[To
     return True
 
 
-def _starts(options: Options, state: dict[str, Any] | None, news: tuple[Told, ...] = ()) -> dict[int, Start] | None:
+def _starts(
+    options: Options, state: dict[str, Any] | None, news: tuple[Told, ...] = ()
+) -> dict[int, WorkerStart] | None:
     """Return where workers begin, if the dataset is one that they have a place or a state in."""
     if not options.is_iterable and not (options.snapshot_every and is_stateful(options.dataset)):
         return None
-    anew = {worker: Start() for worker in range(options.num_at_start)}
+    anew = {worker: WorkerStart() for worker in range(options.num_at_start)}
     _warn_of_other_numbers(options, state)
     if state is None or state["workers"] is None:
         return anew
@@ -332,9 +334,11 @@ def _warn_of_other_numbers(options: Options, state: dict[str, Any] | None) -> No
         )
 
 
-def _known(options: Options, starts: dict[int, Start] | None, last: Checkpointer | None) -> dict[int, Start] | None:
+def _known(
+    options: Options, starts: dict[int, WorkerStart] | None, last: Checkpointer | None
+) -> dict[int, WorkerStart] | None:
     """Return where datasets are before the first batch, as far as this process knows."""
     known = (last and last.carried()) or starts
-    if starts is not None and not options.has_workers and starts[0] == Start():
+    if starts is not None and not options.has_workers and starts[0] == WorkerStart():
         return {0: dataset_here(options.dataset, options.snapshot_every)}
     return known and dict(known)

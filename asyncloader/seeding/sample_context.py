@@ -53,7 +53,7 @@ class SampleContext:
 
     Args:
         seeder: The seeder of the worker, for this epoch.
-        seq: Number of the batch.
+        batch: Number of the batch.
         position: In the batch, from 0.
         first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
     """
@@ -63,9 +63,9 @@ class SampleContext:
     _generator: np.random.Generator
     _samples: dict[int, SampleContext] | None = None
 
-    def __init__(self, seeder: Seeder, seq: int, position: int = BATCH, first: int | None = None) -> None:
+    def __init__(self, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None) -> None:
         self.seeder = seeder
-        self.seq = seq
+        self.batch = batch
         self.first = first
         self.position = position
 
@@ -90,14 +90,14 @@ class SampleContext:
         if self._samples is None:
             self._samples = {}
         if position not in self._samples:
-            self._samples[position] = SampleContext(self.seeder, self.seq, position, self.first)
+            self._samples[position] = SampleContext(self.seeder, self.batch, position, self.first)
         return self._samples[position]
 
     def generator(self) -> np.random.Generator:
         """Return the generator of this sample: the same one as long as the position is the same."""
         if self._made_for != self.position:
             # Philox counts blocks of numbers: a position begins 2^192 of them after the last one, so none ever meet.
-            number, part = (self.seq, self.position) if self.first is None else (self.number, min(self.position, 0))
+            number, part = (self.batch, self.position) if self.first is None else (self.number, min(self.position, 0))
             counter = np.array([0, 0, 0, part & _WORD], np.uint64)
             key = np.array([mix(*self.seeder.key), mix(number)], np.uint64)
             self._generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
@@ -117,14 +117,14 @@ class SeedingContext(SampleContext):
 
     Args:
         seeder: The seeder of the worker, for this epoch.
-        seq: Number of the batch.
+        batch: Number of the batch.
         first: Number of the batch's first sample in the epoch.
         count: How many samples the batch has.
     """
 
-    def __init__(self, seeder: Seeder, seq: int, first: int, count: int) -> None:
+    def __init__(self, seeder: Seeder, batch: int, first: int, count: int) -> None:
         self._seeds = seeder.seeds(first, count)
-        super().__init__(seeder, seq, BATCH, first)
+        super().__init__(seeder, batch, BATCH, first)
         seeder(first, WHOLE)
 
     @property
@@ -144,9 +144,9 @@ class SeedingContext(SampleContext):
 current: ContextVar[SampleContext] = ContextVar("asyncloader sample")
 
 
-def enter(seeder: Seeder, seq: int, position: int = BATCH, first: int | None = None) -> None:
+def enter(seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None) -> None:
     """Note that what this context does from now on is done for this sample, or batch."""
-    current.set(SampleContext(seeder, seq, position, first))
+    current.set(SampleContext(seeder, batch, position, first))
 
 
 @contextlib.contextmanager

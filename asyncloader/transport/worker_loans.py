@@ -100,20 +100,20 @@ class WorkerLoans:
         """Count the worker as one that may write into these slabs, until it has answered a ticket."""
         self._shown[ticket] = slabs
 
-    def place(self, run: int, seq: int, parts: Sequence[Any]) -> bytes | tuple[int, int]:
+    def place(self, run: int, ticket: int, parts: Sequence[Any]) -> bytes | tuple[int, int]:
         """Find a place for the pickled keys of a ticket: a slab, as offset and length, or one piece for the message.
 
         The slab is the worker's to read, until it has answered the ticket: it reads all tickets of a message at once.
         """
         if len(parts) == 1 and len(parts[0]) <= _KEYS_INLINE:  # most tickets
             return bytes(parts[0])
-        assert (run, seq) not in self._written, f"the worker has ticket {seq} of run {run} already"
+        assert (run, ticket) not in self._written, f"the worker has ticket {ticket} of run {run} already"
         pieces = [PickleBuffer(part).raw() for part in parts]
         nbytes = sum(map(len, pieces))
         if nbytes <= _KEYS_INLINE or not self.has_reader or (region := self._pool.obtain_reserved(nbytes)) is None:
             return b"".join(pieces)
         region.users.add(self)
-        self._written[run, seq] = region
+        self._written[run, ticket] = region
         memory, at = self._pool.memory_of(region), 0
         for piece in pieces:
             memory[at : at + len(piece)] = piece

@@ -34,7 +34,7 @@ from asyncloader.messages.failure import (
 )
 from asyncloader.messages.messages import EpochSpec, Kind, Slice, WorkerSpec
 from asyncloader.messages.outcome import Outcome
-from asyncloader.messages.snapshot import Keeper, Start
+from asyncloader.messages.snapshot import Keeper, WorkerStart
 from asyncloader.observe.private import PrivateBytes
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
@@ -153,8 +153,8 @@ class BatchMaker:
         return getattr(self._fetch, "ended", False)
 
     @property
-    def _start(self) -> Start:
-        return (self._epoch.starts or {}).get(self._id, Start())
+    def _start(self) -> WorkerStart:
+        return (self._epoch.starts or {}).get(self._id, WorkerStart())
 
     def modes(self) -> contextlib.AbstractContextManager[None]:
         """Give the calling thread the modes of the one that iterates."""
@@ -266,14 +266,14 @@ class BatchMaker:
 
     # --------------------------------------------------------------------------------------- one after the other
 
-    def make(self, seq: int, keys: Any, waited_s: float = 0.0) -> Outcome:
+    def make(self, ticket: int, keys: Any, waited_s: float = 0.0) -> Outcome:
         """Make a batch. An exception stands for the batch, unless the worker cannot go on after it."""
         if self.refuses(keys):
-            return self.refused(seq, keys)
+            return self.refused(ticket, keys)
         if (own := self._own) is None:
-            return self._make(seq, keys, waited_s)
+            return self._make(ticket, keys, waited_s)
         with left_alone(own if self._seeds else ()):
-            outcome = self._make(seq, keys, waited_s)
+            outcome = self._make(ticket, keys, waited_s)
         self._look_for_late_ones(own)
         return outcome
 
@@ -282,12 +282,12 @@ class BatchMaker:
         if not own:
             self._own = None
 
-    def _make(self, seq: int, keys: Any, waited_s: float) -> Outcome:
-        job, fetch, keeper = Job(seq, waited_s=waited_s), self._fetch, self.keeper
+    def _make(self, ticket: int, keys: Any, waited_s: float) -> Outcome:
+        job, fetch, keeper = Job(ticket, waited_s=waited_s), self._fetch, self.keeper
         rows: Sequence[Rows] | None = None
         if type(keys) is Slice:
             keys, rows, _ = keys
-        here, job.keys = self._context(self.seeder, seq, keys)
+        here, job.keys = self._context(self.seeder, ticket, keys)
         outside = sample_context.current.set(here)
         try:
             try:
@@ -308,35 +308,35 @@ class BatchMaker:
         finally:
             sample_context.current.reset(outside)
 
-    def _context(self, seeder: Seeder, seq: int, keys: Any) -> tuple[SampleContext, Any]:
+    def _context(self, seeder: Seeder, ticket: int, keys: Any) -> tuple[SampleContext, Any]:
         """Return the context of a batch, for which generators are seeded, and its keys alone."""
         if type(keys) is not Placed:
             if self._seeds:
-                seeder(seq)
-            return SampleContext(seeder, seq), keys
+                seeder(ticket)
+            return SampleContext(seeder, ticket), keys
         keys, first = keys
         if not self._seeds:
-            return SampleContext(seeder, seq, first=first), keys
+            return SampleContext(seeder, ticket, first=first), keys
         if not self.spec.auto_collation:
-            return SeedingContext(seeder, seq, first, 1), keys
+            return SeedingContext(seeder, ticket, first, 1), keys
         keys = keys if hasattr(keys, "__len__") else list(keys)
-        return SeedingContext(seeder, seq, first, len(keys)), keys
+        return SeedingContext(seeder, ticket, first, len(keys)), keys
 
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
         with left_alone(self._own or ()):
             for made in keeper.made:
-                here, keys = self._context(Seeder(made.key, self.seeder.own), made.seq, made.keys)
+                here, keys = self._context(Seeder(made.key, self.seeder.own), made.batch, made.keys)
                 sample_context.current.set(here)
                 fetch_and_drop(self._fetch, keys)
 
     def _leave_out(self, count: int, job: Job) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""
         for _ in range(count):
-            sample_context.enter(self.seeder, job.seq)
+            sample_context.enter(self.seeder, job.ticket)
             if not fetch_and_drop(self._fetch, job.keys):
                 break
-        sample_context.enter(self.seeder, job.seq)  # the generator of a sample begins anew
+        sample_context.enter(self.seeder, job.ticket)  # the generator of a sample begins anew
 
     # ------------------------------------------------------------------------------------ samples that are all here
 
@@ -345,7 +345,7 @@ class BatchMaker:
 
         `batch` makes an outcome of the data then, or `failed` of what was raised.
         """
-        sample_context.enter(self.seeder, job.seq, COLLATION if job.first is not None else BATCH, job.first)
+        sample_context.enter(self.seeder, job.ticket, COLLATION if job.first is not None else BATCH, job.first)
         if self._own is not None:
             self._look_for_late_ones(self._own)
         if self.keeper is not None and not self.spec.is_iterable:
@@ -432,16 +432,16 @@ class BatchMaker:
         """Whether nothing can be made of a ticket: of such keys, or as nothing could be opened."""
         return self.failure is not None or type(keys) is RemoteError
 
-    def refused(self, seq: int, keys: Any) -> Outcome:
+    def refused(self, ticket: int, keys: Any) -> Outcome:
         """Return what becomes of such a ticket."""
         if type(keys) is RemoteError:  # they did not come out of their pickle
-            return Outcome(Kind.REFUSED, self._record(Job(seq)), error=keys)
+            return Outcome(Kind.REFUSED, self._record(Job(ticket)), error=keys)
         assert self.failure is not None
-        return Outcome(Kind.FAILURE, self._record(Job(seq)), error=self._host.capture(another(self.failure)))
+        return Outcome(Kind.FAILURE, self._record(Job(ticket)), error=self._host.capture(another(self.failure)))
 
-    def exhausted(self, seq: int) -> Outcome:
+    def exhausted(self, ticket: int) -> Outcome:
         """Return what becomes of a ticket after the end of the data."""
-        return self._exhausted(Job(seq))
+        return self._exhausted(Job(ticket))
 
     def _exhausted(self, job: Job) -> Outcome:
         # The state that the next run begins with, if the dataset is here then.
@@ -454,7 +454,7 @@ class BatchMaker:
         began, fetched = job.began, job.fetched or now
         cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
         fields = (
-            job.seq,
+            job.ticket,
             self._epoch.number,
             job.count,
             began,

@@ -25,7 +25,7 @@ class Job:
     """A ticket in work, from its first sample to its outcome.
 
     Attributes:
-        seq: Number of the ticket.
+        ticket: Number of the ticket.
         keys: As the sampler gave them.
         first: Number of its first sample in the epoch, where samples are known by that; otherwise None.
         count: How many samples there are.
@@ -54,8 +54,8 @@ class Job:
     started = 0
     is_last = is_over = False
 
-    def __init__(self, seq: int, keys: Any = None, count: int = 0, waited_s: float = 0.0) -> None:
-        self.seq = seq
+    def __init__(self, ticket: int, keys: Any = None, count: int = 0, waited_s: float = 0.0) -> None:
+        self.ticket = ticket
         self.keys = keys
         self.count = self.missing = count
         self.waited_s = waited_s

@@ -1,6 +1,6 @@
 """Samples of many tickets in flight at once, each batch finished as soon as its own samples are there.
 
-    add(seq, keys) ──> jobs in order ── a slot is free ──> in flight ── last sample of its job ──> finished(job)
+    add(ticket, keys) ──> jobs in order ── a slot is free ──> in flight ── last sample of its job ──> finished(job)
                                             ^   (up to `concurrency` samples, of any number of jobs)  │
                                             └──────────────────── a slot is free again ───────────────┘
 
@@ -81,14 +81,14 @@ class Overlap:
         """Whether it has no job."""
         return not self._jobs
 
-    def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
+    def add(self, ticket: int, keys: Any, waited_s: float = 0.0) -> None:
         """Take another ticket, for which an idle worker had waited so long."""
         first = None
         if type(keys) is Placed:
             keys, first = keys
-        job = Job(seq, keys, len(keys) if self._auto_collation else 1, waited_s)
+        job = Job(ticket, keys, len(keys) if self._auto_collation else 1, waited_s)
         job.first = first
-        self._jobs[seq] = job
+        self._jobs[ticket] = job
         if job.count:
             self._waiting.append(job)
             self._fill()
@@ -116,9 +116,9 @@ class Overlap:
         while self._cancelled:
             await asyncio.wait(tuple(self._cancelled))
 
-    def where(self, seq: int) -> str:
+    def where(self, ticket: int) -> str:
         """Tell at which await the samples of a job are; "" if there is nothing to tell."""
-        job = self._jobs.get(seq)
+        job = self._jobs.get(ticket)
         if job is None:
             return ""
         words = f"{job.missing} of the {job.count} samples of the batch are not here yet.\n"
@@ -132,7 +132,7 @@ class Overlap:
         raise NotImplementedError
 
     def _spawn(self, job: Job, position: int, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(coroutine, name=f"{self._name}: batch {job.seq}, sample {position}")
+        task = self._loop.create_task(coroutine, name=f"{self._name}: batch {job.ticket}, sample {position}")
         job.pending[position] = task
         return task
 
@@ -173,7 +173,7 @@ class Overlap:
 
     def _conclude(self, job: Job) -> None:
         """Finish a job. The next samples are asked for first: they are on their way while the batch is collated."""
-        del self._jobs[job.seq]
+        del self._jobs[job.ticket]
         if job.started < job.count:
             self._waiting.remove(job)
         self._cancel(job)
@@ -257,7 +257,7 @@ class TaskFetcher(Overlap):
 
     def _take_nowait(self, get_nowait: Callable[[Any], tuple[Any] | None], job: Job, position: int) -> bool:
         """Take a sample if the dataset has it at hand, without a task for it; return whether it has."""
-        outside = current.set(SampleContext(self._run.seeder, job.seq, position, job.first))
+        outside = current.set(SampleContext(self._run.seeder, job.ticket, position, job.first))
         found: tuple[Any] | None = None
         error: BaseException | None = None
         try:
@@ -285,7 +285,7 @@ class TaskFetcher(Overlap):
         return self._dataset[job.keys[position] if self._auto_collation else job.keys]
 
     async def _get(self, job: Job, position: int, begun: Any = None) -> None:
-        enter(self._run.seeder, job.seq, position, job.first)
+        enter(self._run.seeder, job.ticket, position, job.first)
         sample: Any = None
         error: BaseException | None = None
         try:

@@ -151,12 +151,12 @@ class OverlapLoop(TicketLoop):
         elif not self._over.done():
             self._over.set_result(None)
 
-    def where(self, seq: int) -> str:
+    def where(self, ticket: int) -> str:
         """Tell at which awaits the samples of a ticket are."""
         if not self._is_open:
             return "The dataset is being opened (__aenter__).\n"
         try:
-            return self._overlap.where(seq) if self._overlap is not None else ""
+            return self._overlap.where(ticket) if self._overlap is not None else ""
         except Exception as error:  # of the dataset's own kinds of awaitables
             return f"Where the samples are could not be found out: {error!r}\n"
 
@@ -174,24 +174,24 @@ class OverlapLoop(TicketLoop):
     def _feed(self) -> None:
         """Hand tickets on, once the dataset is open."""
         while self._is_open and self._tickets:
-            seq, keys = self._tickets.popleft()
+            ticket, keys = self._tickets.popleft()
             if self._maker.refuses(keys):
-                self._transport.send_outcome([self._maker.refused(seq, keys)])
+                self._transport.send_outcome([self._maker.refused(ticket, keys)])
             elif self._overlap is not None and not self._ended:
-                self._overlap.add(seq, keys, perf_counter() - self._idle_since if self._overlap.is_idle else 0.0)
+                self._overlap.add(ticket, keys, perf_counter() - self._idle_since if self._overlap.is_idle else 0.0)
 
-    def _on_exhausted(self, seq: int) -> None:
+    def _on_exhausted(self, ticket: int) -> None:
         self._ended = True
-        self._tell_at_end(partial(self._tell_exhausted, self._overlap, seq))
+        self._tell_at_end(partial(self._tell_exhausted, self._overlap, ticket))
 
-    def _tell_exhausted(self, overlap: Overlap | None, seq: int, task: asyncio.Task[None] | None = None) -> None:
+    def _tell_exhausted(self, overlap: Overlap | None, ticket: int, task: asyncio.Task[None] | None = None) -> None:
         """Tell so after batches that are still being collated: whoever is told forgets what else is in flight."""
         if overlap is not self._overlap or not self._is_open:  # another run has begun, or none will
             return
         if self._collating:
-            next(iter(self._collating)).add_done_callback(partial(self._tell_exhausted, overlap, seq))
+            next(iter(self._collating)).add_done_callback(partial(self._tell_exhausted, overlap, ticket))
         else:
-            self._transport.send_outcome([self._maker.exhausted(seq)])
+            self._transport.send_outcome([self._maker.exhausted(ticket)])
 
     def _on_finished(self, job: Job) -> None:
         """Make a batch of the samples; at the end of the data, if that is so."""
@@ -210,7 +210,7 @@ class OverlapLoop(TicketLoop):
                 return
             held = [self._maker.gathered(job)]
             if hasattr(type(held[0]), "__await__"):
-                name = f"{type(self._maker.spec.dataset).__name__}: batch {job.seq}, collate"
+                name = f"{type(self._maker.spec.dataset).__name__}: batch {job.ticket}, collate"
                 task = self._loop.create_task(self._await_batch(job, held), name=name)
                 self._collating.add(task)
                 task.add_done_callback(partial(self._on_collated, held))

@@ -121,9 +121,9 @@ class SerialLoop(TicketLoop):
     def run(self) -> None:
         """Answer tickets until END."""
         while self._read_messages():
-            seq, keys = self._tickets.popleft()
+            ticket, keys = self._tickets.popleft()
             if not self._ended:
-                self._answer(seq, keys)
+                self._answer(ticket, keys)
                 self._idle_since = perf_counter()
 
     def _read_messages(self) -> bool:
@@ -146,8 +146,8 @@ class SerialLoop(TicketLoop):
                 self._take_message(kind, contents)
         return True
 
-    def _answer(self, seq: int, keys: Any) -> None:
-        held = [self._maker.make(seq, keys, perf_counter() - self._idle_since)]
+    def _answer(self, ticket: int, keys: Any) -> None:
+        held = [self._maker.make(ticket, keys, perf_counter() - self._idle_since)]
         self._ended = held[0].kind == Kind.EXHAUSTED
         if self._ended or self._maker.has_ended:
             self._tell_at_end(partial(self._transport.send_outcome, held))

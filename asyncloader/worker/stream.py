@@ -69,13 +69,13 @@ class Stream(Overlap):
         self._is_unread = not self._has_ended
         self._reader = self._loop.create_task(self._read(after), name="stream")
 
-    def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
+    def add(self, ticket: int, keys: Any, waited_s: float = 0.0) -> None:
         """Take another ticket; its keys say how many samples it has."""
         if self._has_ended:
-            self._too_late.append(seq)
+            self._too_late.append(ticket)
             self._tell_if_exhausted()
         else:
-            super().add(seq, keys, waited_s)
+            super().add(ticket, keys, waited_s)
 
     def drop(self) -> None:
         """Forget all jobs, cancel what is in flight, and stop reading."""
@@ -108,10 +108,10 @@ class Stream(Overlap):
             await close()
         self._iterator = None  # a plain one ends with its last reference
 
-    def where(self, seq: int) -> str:
+    def where(self, ticket: int) -> str:
         """Tell at which await the samples of a job are, or the reader."""
-        words = super().where(seq)
-        if self._reading is not None and self._reading.seq <= seq:
+        words = super().where(ticket)
+        if self._reading is not None and self._reading.ticket <= ticket:
             words += f"The dataset is read at:\n{generator_stack(self._iterator) or task_stack(self._reader)}"
         return words
 
@@ -138,7 +138,7 @@ class Stream(Overlap):
     async def _leave_out(self, job: Job) -> None:
         """Read over a batch that was made already, and that this one comes after. Nothing in it is awaited."""
         for position in range(job.count):
-            sample_context.enter(self._run.seeder, job.seq, position)
+            sample_context.enter(self._run.seeder, job.ticket, position)
             try:
                 sample = await self._next(job)
             except BaseException as error:  # it was raised in its time
@@ -160,7 +160,7 @@ class Stream(Overlap):
         position = job.started
         if not position:
             job.began = perf_counter()
-        sample_context.enter(self._run.seeder, job.seq, position)
+        sample_context.enter(self._run.seeder, job.ticket, position)
         try:
             sample = await self._next(job)
         except BaseException as error:
@@ -213,7 +213,7 @@ class Stream(Overlap):
             job.snapshot = self._keeper.take(ended=self._has_ended)
 
     async def _await(self, job: Job, position: int, sample: Any) -> None:
-        sample_context.enter(self._run.seeder, job.seq, position)
+        sample_context.enter(self._run.seeder, job.ticket, position)
         error: BaseException | None = None
         try:
             sample = await settle(sample)
@@ -247,13 +247,13 @@ class Stream(Overlap):
         self._has_ended = True
         kept = job.started > 0 and not (self._run.spec.drop_last and self._auto_collation)
         if not kept:
-            self._too_late.append(job.seq)
+            self._too_late.append(job.ticket)
             self._waiting.popleft()
-            del self._jobs[job.seq]
+            del self._jobs[job.ticket]
             self._cancel(job)
-        self._too_late += [late.seq for late in self._waiting if late is not job]
-        for seq in self._too_late:
-            self._jobs.pop(seq, None)
+        self._too_late += [late.ticket for late in self._waiting if late is not job]
+        for ticket in self._too_late:
+            self._jobs.pop(ticket, None)
         if kept:
             job.is_last = True
             self._cut(job, job.started)
@@ -277,8 +277,8 @@ class Stream(Overlap):
     def _tell_if_exhausted(self) -> None:
         # Not before, for whoever is told forgets what else this worker has in flight.
         if self._has_ended and self._too_late and not self._jobs:
-            seq, self._too_late = self._too_late[0], []
-            self._exhausted(seq)
+            ticket, self._too_late = self._too_late[0], []
+            self._exhausted(ticket)
 
 
 def open_stream(dataset: Any) -> Any:

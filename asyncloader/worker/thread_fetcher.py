@@ -68,12 +68,12 @@ class ThreadFetcher(TaskFetcher):
         for thread in self._threads:
             thread.join()  # it has only to return
 
-    def where(self, seq: int) -> str:
+    def where(self, ticket: int) -> str:
         """Tell where the threads are that have samples of a job."""
-        words = super().where(seq)
+        words = super().where(ticket)
         frames = sys._current_frames()
         for ident, job in tuple(self._at.items()):
-            if job.seq == seq and not job.is_over and ident in frames:
+            if job.ticket == ticket and not job.is_over and ident in frames:
                 words += f"A sample is at:\n{stack_of(frames[ident])}"
         return words
 
@@ -135,7 +135,7 @@ class ThreadFetcher(TaskFetcher):
     def _get_here(self, job: Job, position: int) -> None:
         if job.is_over or (job.fatal is not None and position > job.fatal_at):
             return
-        enter(self._run.seeder, job.seq, position, job.first)
+        enter(self._run.seeder, job.ticket, position, job.first)
         if position <= 0:
             job.began = perf_counter()
         sample: Any = None

@@ -149,7 +149,7 @@ class ProcessTransport(WorkerTransport):
         loans, tickets = unpack_tickets(body)
         if loans and self._slabs is not None:
             self._slabs.add(loans)
-        return [(seq, self._keys(pickled)) for seq, pickled in tickets]
+        return [(ticket, self._keys(pickled)) for ticket, pickled in tickets]
 
     def _keys(self, pickled: PickledKeys) -> Any:
         """Unpickle keys, which refer to no slab; return what that raises as a `RemoteError` in their place."""

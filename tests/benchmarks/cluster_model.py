@@ -145,7 +145,7 @@ class _Made(NamedTuple):
 
     worker: int
     life: int
-    seq: int
+    batch: int
     busy_s: float
     wait_s: float
     ends_at: float  # when the last byte of it has left where it is
@@ -248,9 +248,9 @@ class Play:
         for action in actions:
             kind = type(action)
             if kind is Send:
-                self._send(action.worker, action.ticket.seq)
+                self._send(action.worker, action.ticket.batch)
             elif kind is Deliver:
-                self._ready.append(action.outcome)
+                self._ready.append(action.item)
                 self._wake()
             elif kind is Dismiss:
                 self._dismissed(action.worker)
@@ -264,21 +264,21 @@ class Play:
 
     # --------------------------------------------------------------------------------------------------- workers
 
-    def _send(self, worker: int, seq: int) -> None:
+    def _send(self, worker: int, batch: int) -> None:
         """A worker does its tickets one after the other: so it is known at once when this one is done."""
         came_at = self._now + self.cluster.delay_s
-        free_at, busy_s = self._free_at[worker], self.durations_s[seq]
+        free_at, busy_s = self._free_at[worker], self.durations_s[batch]
         began = max(free_at, came_at)
         self._free_at[worker] = began + busy_s
-        made = _Made(worker, self._lives[worker], seq, busy_s, began - free_at, 0.0)
+        made = _Made(worker, self._lives[worker], batch, busy_s, began - free_at, 0.0)
         self._at(began + busy_s, self._done, made)
 
     def _done(self, made: _Made) -> None:
         if self._is_lost(made):
             return
         self._sums.busy_s["workers"] += made.busy_s
-        self._again += made.seq in self._made
-        self._made.add(made.seq)
+        self._again += made.batch in self._made
+        self._made.add(made.batch)
         node = self._nodes[made.worker // self.cluster.per_node]
         began = max(self._now, node.link_free_at)
         node.link_free_at = began + self.work.nbytes / self.cluster.link_bytes_s
@@ -362,8 +362,8 @@ class Play:
             self._num_received += 1
             self._mark()
             scheduler = self.scheduler
-            actions = scheduler.returned(made.worker, made.seq, made.busy_s, made.wait_s)
-            self._do(actions + scheduler.ready(made.seq, made.seq, self.work.nbytes))
+            actions = scheduler.returned(made.worker, made.batch, made.busy_s, made.wait_s)
+            self._do(actions + scheduler.ready(made.batch, made.batch, self.work.nbytes))
         self._receive()
 
     # -------------------------------------------------------------------------------------------------- consumer

@@ -52,10 +52,10 @@ class Simulation:
             place = self.chance.randrange(len(self.busy))
             self.busy[place], self.busy[-1] = self.busy[-1], self.busy[place]
             worker = self.busy.pop()
-            seq = self.queues[worker].popleft()
+            batch = self.queues[worker].popleft()
             began = perf_counter()
-            actions = self.scheduler.returned(worker, seq, 0.01, 0.0001)
-            actions += self.scheduler.ready(seq, seq, 10_000)
+            actions = self.scheduler.returned(worker, batch, 0.01, 0.0001)
+            actions += self.scheduler.ready(batch, batch, 10_000)
             self.seconds += perf_counter() - began
             self.carry_out(actions)
             self.read()
@@ -75,7 +75,7 @@ class Simulation:
         """Be workers and consumer."""
         for action in actions:
             if type(action) is Send:
-                self.queues[action.worker].append(action.ticket.seq)
+                self.queues[action.worker].append(action.ticket.batch)
                 self.busy.append(action.worker)
             elif type(action) is Deliver:
                 self.taken += 1

@@ -24,7 +24,7 @@ class Sends:
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> list[tuple[int, Exception]]:
         pickled, refused = pickle_tickets(tickets, TicketPickler())
-        self.sent += [seq for seq, _ in pickled]
+        self.sent += [batch for batch, _ in pickled]
         if self.is_broken:
             raise ValueError("behind the first of them")
         return refused
@@ -34,9 +34,9 @@ def test_keys_that_cannot_be_pickled_are_refused_alone() -> None:
     """The others are sent."""
     pool, refused = Sends(), []
     outbox = Outbox(pool, Workforce(deciders.options(num_at_start=1)))  # type: ignore[arg-type]
-    for seq, keys in enumerate([[0], [lambda: 0], [2]]):
-        outbox.put(0, seq, keys)
-    outbox.flush(lambda worker, seq, error: refused.append((worker, seq)))
+    for batch, keys in enumerate([[0], [lambda: 0], [2]]):
+        outbox.put(0, batch, keys)
+    outbox.flush(lambda worker, batch, error: refused.append((worker, batch)))
     assert (pool.sent, refused) == ([0, 2], [(0, 1)])
 
 
@@ -45,10 +45,10 @@ def test_what_fails_after_that_is_nobodys_keys() -> None:
     pool, refused = Sends(), []
     pool.is_broken = True
     outbox = Outbox(pool, Workforce(deciders.options(num_at_start=1)))  # type: ignore[arg-type]
-    for seq in range(2):
-        outbox.put(0, seq, [seq])
+    for batch in range(2):
+        outbox.put(0, batch, [batch])
     with pytest.raises(ValueError, match="behind"):
-        outbox.flush(lambda worker, seq, error: refused.append((worker, seq)))
+        outbox.flush(lambda worker, batch, error: refused.append((worker, batch)))
     assert (pool.sent, refused) == ([0, 1], [])
 
 
@@ -57,12 +57,12 @@ def test_what_is_for_a_worker_that_has_died_waits_for_its_successor() -> None:
     pool = Sends()
     outbox = Outbox(pool, Workforce(deciders.options(num_at_start=1)))  # type: ignore[arg-type]
     pool.processes[0].is_alive = False
-    for seq in range(2):
-        outbox.put(0, seq, [seq])
-        outbox.flush(lambda worker, seq, error: None)
+    for batch in range(2):
+        outbox.put(0, batch, [batch])
+        outbox.flush(lambda worker, batch, error: None)
     assert pool.sent == []
     pool.processes[0] = SimpleNamespace(is_alive=True)
-    outbox.flush(lambda worker, seq, error: None)
+    outbox.flush(lambda worker, batch, error: None)
     assert pool.sent == [0, 1]
 
 
@@ -72,8 +72,8 @@ def test_a_worker_that_is_to_be_renewed_gets_its_tickets_when_it_was() -> None:
     outbox = Outbox(pool, workforce)  # type: ignore[arg-type]
     workforce.renewing, workforce.is_finishing = 0, True
     outbox.put(0, 0, [0])
-    outbox.flush(lambda worker, seq, error: None)
+    outbox.flush(lambda worker, batch, error: None)
     assert (outbox.count(0), outbox.count(1), pool.sent) == (1, 0, [])
     workforce.reset(0)
-    outbox.flush(lambda worker, seq, error: None)
+    outbox.flush(lambda worker, batch, error: None)
     assert (outbox.count(0), pool.sent) == (0, [0])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from asyncloader import DataLoader
-from asyncloader.engine.actions import Discard, GiveUp, Lose, Replace, Ticket
+from asyncloader.engine.actions import Discard, GiveUp, Replace, Ticket, Vacate
 from asyncloader.engine.recovery import Overdue, Recovery
 from asyncloader.errors import BatchTimeoutError, WorkerDiedError, WorkerStartError
-from asyncloader.messages.snapshot import Frozen, Start
+from asyncloader.messages.snapshot import Frozen, WorkerStart
 from asyncloader.options import Options
 from tests import deciders, inside
 
@@ -53,7 +53,7 @@ MAP = of()
 STREAM = of(Stream())
 STATEFUL = of(Stateful())
 LEAVES_OUT = of(Stream(), on_crash="skip")
-TOLD = Start(2, Frozen({"at": 2}))
+TOLD = WorkerStart(2, Frozen({"at": 2}))
 KEYS = [1, 2]
 
 
@@ -72,18 +72,18 @@ class Gone:
     is_alive: bool = False
     started_at: float = 0.0
 
-    def ask_stack(self, seq: int, tell: Any) -> None:
+    def ask_stack(self, batch: int, tell: Any) -> None:
         """Nobody asks here."""
 
 
-def lose(recovery: Recovery, process: Gone | None = None, start: Start | None = None) -> Lose:
+def lose(recovery: Recovery, process: Gone | None = None, start: WorkerStart | None = None) -> Vacate:
     """A worker dies, which is no reason to give up."""
     (action,) = recovery.died(process or Gone(), start, is_active=True)
-    assert isinstance(action, Lose)
+    assert isinstance(action, Vacate)
     return action
 
 
-def overdue(options: Options, process: Gone | None = None, start: Start | None = None, **found: Any) -> Any:
+def overdue(options: Options, process: Gone | None = None, start: WorkerStart | None = None, **found: Any) -> Any:
     """The awaited batch has not come in time; return what is decided."""
     facts = {"timeout_s": 1.0, "stack": "at line 3", "age_s": 5.0, "is_held": True, "may_replace": True, **found}
     ticket = Ticket(7, KEYS, worker=0, tries=1)
@@ -93,7 +93,7 @@ def overdue(options: Options, process: Gone | None = None, start: Start | None =
 def test_a_worker_that_died_is_replaced_at_once_and_named() -> None:
     """The error is made where tickets are given up, and says which."""
     action = lose(Recovery(MAP))
-    assert action == Lose(0, action.cause)
+    assert action == Vacate(0, action.cause)
     error = action.cause([Ticket(0, KEYS, tries=2)])
     assert isinstance(error, WorkerDiedError)
     assert "SIGKILL" in str(error)
@@ -105,8 +105,8 @@ def test_one_that_was_not_ready_had_begun_with_nothing() -> None:
     assert not lose(Recovery(MAP), Gone(is_ready=False)).was_ready
 
 
-@pytest.mark.parametrize("start", [None, Start()])
-def test_one_that_was_not_ready_is_replaced_in_any_stream(start: Start | None) -> None:
+@pytest.mark.parametrize("start", [None, WorkerStart()])
+def test_one_that_was_not_ready_is_replaced_in_any_stream(start: WorkerStart | None) -> None:
     """It had read nothing: another one that begins there is exact."""
     recovery = Recovery(LEAVES_OUT)
     assert lose(recovery, Gone(is_ready=False), start).replaceable
@@ -160,15 +160,15 @@ def test_one_that_could_not_be_set_up_ends_it_at_once() -> None:
     ("options", "start", "replaceable"),
     [
         (MAP, None, True),
-        (STREAM, Start(), False),
+        (STREAM, WorkerStart(), False),
         (STREAM, TOLD, True),
-        (STATEFUL, Start(), True),
+        (STATEFUL, WorkerStart(), True),
         (LEAVES_OUT, TOLD, False),
         (of(Repeatable(), on_crash="skip"), TOLD, False),
-        (of(Repeatable()), Start(), True),
+        (of(Repeatable()), WorkerStart(), True),
     ],
 )
-def test_who_can_be_replaced(options: Options, start: Start | None, replaceable: bool) -> None:
+def test_who_can_be_replaced(options: Options, start: WorkerStart | None, replaceable: bool) -> None:
     """A worker of a stream only where another one can begin where it was; the loader begins no further run else."""
     recovery = Recovery(options)
     action = lose(recovery, start=start)
@@ -179,14 +179,14 @@ def test_who_can_be_replaced(options: Options, start: Start | None, replaceable:
     assert (advice in told) is not replaceable
     assert action.rest_s == 0.0
     filled = Recovery(options).fill(Gone(1), start)
-    assert [type(action) for action in filled] == [Replace if replaceable else Lose]
+    assert [type(action) for action in filled] == [Replace if replaceable else Vacate]
 
 
 @pytest.mark.parametrize(("options", "has_lost"), [(MAP, False), (STREAM, True), (STATEFUL, False)])
 def test_one_that_dies_at_the_end_of_its_data_is_replaced_for_a_later_run(options: Options, has_lost: bool) -> None:
     """It is returned once, when the run is over."""
     recovery = Recovery(options)
-    assert recovery.died(Gone(1), Start(), is_active=False) == []
+    assert recovery.died(Gone(1), WorkerStart(), is_active=False) == []
     assert recovery.has_lost is has_lost
     assert recovery.stop() == {1}
     assert recovery.stop() == set()
@@ -197,11 +197,11 @@ def test_no_worker_begins_a_later_run_in_the_place_of_another() -> None:
     recovery = Recovery(STATEFUL)
     recovery.is_first_run = False
     assert lose(recovery, start=TOLD).replaceable
-    action = lose(recovery, start=Start())
+    action = lose(recovery, start=WorkerStart())
     assert not action.replaceable
     assert recovery.has_lost
     assert "given no state of its iterable dataset in this epoch" in str(action.cause([Ticket(0, KEYS)]))
-    assert [type(action) for action in recovery.fill(Gone(1), Start())] == [Lose]
+    assert [type(action) for action in recovery.fill(Gone(1), WorkerStart())] == [Vacate]
 
 
 # ----------------------------------------------------------------------------------------------------------- hangs
@@ -251,7 +251,7 @@ def test_hangs_back_off_as_deaths_do() -> None:
         lose(recovery)
     decided = recovery.overdue(Overdue(1.0, Ticket(0, KEYS), Gone(), "", 5.0, True, True), None)
     assert not isinstance(decided, BatchTimeoutError)
-    assert isinstance(decided[1], Lose)
+    assert isinstance(decided[1], Vacate)
     assert decided[1].rest_s == 0.02
 
 
@@ -272,7 +272,7 @@ def test_nothing_is_done_where_waiting_helps(what: str, found: dict[str, Any]) -
     ("options", "found"),
     [
         (MAP, {"may_replace": False}),
-        (of(Stream(), on_timeout="retry"), {"start": Start()}),
+        (of(Stream(), on_timeout="retry"), {"start": WorkerStart()}),
         (of(Stream(), on_timeout="skip"), {"start": TOLD}),
     ],
 )

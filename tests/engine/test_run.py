@@ -57,12 +57,12 @@ class Driver:
             self.run.scheduler.plan_ended()
             self.run.follow()
 
-    def answer(self, seq: int, outcome: Outcome | None = None) -> None:
+    def answer(self, batch: int, outcome: Outcome | None = None) -> None:
         """A worker has come to this outcome; to the keys by default."""
-        ticket = self.sent.pop(seq)
+        ticket = self.sent.pop(batch)
         scheduler = self.run.scheduler
-        item = Item(outcome or Outcome(Kind.BATCH, data=ticket.keys), seq, ticket.worker)
-        self.apply(scheduler.returned(ticket.worker, seq) + scheduler.ready(seq, item))
+        item = Item(outcome or Outcome(Kind.BATCH, data=ticket.keys), batch, ticket.worker)
+        self.apply(scheduler.returned(ticket.worker, batch) + scheduler.ready(batch, item))
 
     def take(self) -> Item | None:
         """A consumer takes what there is, and has it."""
@@ -85,7 +85,7 @@ class Driver:
         for action in actions:
             match action:
                 case Send(_, ticket):
-                    self.sent[ticket.seq] = ticket
+                    self.sent[ticket.batch] = ticket
                 case Deliver(item):
                     self.run.handoff.put(item)
                 case _:
@@ -111,8 +111,8 @@ def test_a_window_is_read_and_then_a_batch_for_each_that_is_taken() -> None:
     driver = begun(range(10))
     assert driver.planned == [0, 1, 2, 3]
     assert driver.wakes == 1
-    for seq in range(3):
-        driver.answer(seq)
+    for batch in range(3):
+        driver.answer(batch)
     assert [driver.get() for _ in range(3)] == [0, 1, 2]
     assert driver.wakes == 2
     driver.turn()
@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_has_the_numbers_behind_those_before() -> None:
     driver.answer(6)
     item = driver.take()
     assert item is not None
-    assert (item.open(), item.seq) == (("b", None), 6)
+    assert (item.open(), item.batch) == (("b", None), 6)
     assert driver.run.progress.now.position == 7
 
 
@@ -149,9 +149,9 @@ def test_every_batch_comes_once_and_in_order(count: int, left_out: set[int], cho
             except StopIteration:
                 break
         if choice >= 2 and driver.sent:
-            seq = sorted(driver.sent)[choice % len(driver.sent)]
-            driver.answer(seq, Outcome(Kind.LEFT_OUT) if seq in left_out else None)
-    assert seen == [seq for seq in range(count) if seq not in left_out]
+            batch = sorted(driver.sent)[choice % len(driver.sent)]
+            driver.answer(batch, Outcome(Kind.LEFT_OUT) if batch in left_out else None)
+    assert seen == [batch for batch in range(count) if batch not in left_out]
     assert run.exhausted
     assert run.progress.now.position == count
 
@@ -177,8 +177,8 @@ def test_what_the_sampler_raises_comes_after_the_batches_before() -> None:
     driver = begun(Moody())
     assert driver.planned == [1, 2]
     driver.run.read_on()  # not its turn yet
-    for seq in range(2):
-        driver.answer(seq)
+    for batch in range(2):
+        driver.answer(batch)
         assert driver.run.has_news()
         driver.take()
     assert driver.run.has_news()
@@ -232,8 +232,8 @@ def test_an_interrupted_wake_up_is_made_up_for_by_the_next() -> None:
 def test_too_many_bad_samples_are_an_error_in_the_place_of_their_batch() -> None:
     """It counts as one, and what follows comes."""
     driver = begun(range(10), max_errors=1)
-    for seq in range(3):
-        driver.answer(seq, Outcome(Kind.BATCH, data=seq, bad=(bad(seq),) if seq < 2 else ()))
+    for batch in range(3):
+        driver.answer(batch, Outcome(Kind.BATCH, data=batch, bad=(bad(batch),) if batch < 2 else ()))
     assert driver.get() == 0
     with pytest.raises(ValueError, match="1"):
         driver.get()

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Lose, Replace, Send, Ticket
+from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Replace, Send, Ticket, Vacate
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
-from asyncloader.messages.snapshot import Start
+from asyncloader.messages.snapshot import WorkerStart
 from tests import deciders
 
 MOST_WORKERS = 6
@@ -24,15 +24,15 @@ BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in
 OVERHEAD_BYTES = 4096
 
 
-def gone(worker: int, *, rests: bool = False, **facts: bool) -> Lose:
+def gone(worker: int, *, rests: bool = False, **facts: bool) -> Vacate:
     """Return what is said of a worker whose process has ended."""
-    return Lose(worker, lambda tickets: RuntimeError("it died"), rest_s=float(rests), **facts)
+    return Vacate(worker, lambda tickets: RuntimeError("it died"), rest_s=float(rests), **facts)
 
 
 class Reader:
     """A worker of a stream, which reads one batch for each ticket. Its snapshots say how many are before."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: WorkerStart) -> None:
         self.at = start.snapshot or 0
         self.gaps = deque(start.gaps())
 
@@ -127,14 +127,14 @@ class Model(RuleBasedStateMachine):
         self.deliveries: list[int] = []
         self.first_workers: list[int] = []
         self.has_hung = False
-        self.tracks = [Track(Start()) for _ in range(MOST_WORKERS)]
-        self.readers = [Reader(Start()) for _ in range(MOST_WORKERS)]
+        self.tracks = [Track(WorkerStart()) for _ in range(MOST_WORKERS)]
+        self.readers = [Reader(WorkerStart()) for _ in range(MOST_WORKERS)]
         self.owed: list[set[int]] = [
             set() for _ in range(MOST_WORKERS)
         ]  # what lost workers had, until it is sent again
         self.read: dict[int, int] = {}  # by ticket, the number of the batch in its worker's stream
         self.made: dict[int, tuple[int, int, Any]] = {}  # by ticket: worker, that number, and the snapshot
-        self.taken_tracks = [Track(Start()) for _ in range(MOST_WORKERS)]
+        self.taken_tracks = [Track(WorkerStart()) for _ in range(MOST_WORKERS)]
         self.taken_numbers: list[list[int]] = [[] for _ in range(MOST_WORKERS)]
 
         self.tries: dict[int, int] = {}
@@ -182,17 +182,17 @@ class Model(RuleBasedStateMachine):
             self._return(worker, busy_s, data.draw(st.integers(0, last)), data.draw(st.booleans()))
 
     def _return(self, worker: int, busy_s: float, index: int = 0, tells: bool = False) -> None:
-        seq = self.at_work[worker][index]
+        batch = self.at_work[worker][index]
         del self.at_work[worker][index]
         if not self.at_work[worker]:
             self._succeed(worker)
-        self.pinning.append(seq)
+        self.pinning.append(batch)
         if self.is_iterable:
-            snapshot = self.read[seq] + 1 if tells else None
-            number = self.tracks[worker].answered(seq, snapshot)
-            assert number == self.read[seq], "the parent counts other batches than the worker reads"
-            self.made[seq] = worker, number, snapshot
-        self._apply(self.scheduler.returned(worker, seq, busy_s))
+            snapshot = self.read[batch] + 1 if tells else None
+            number = self.tracks[worker].answered(batch, snapshot)
+            assert number == self.read[batch], "the parent counts other batches than the worker reads"
+            self.made[batch] = worker, number, snapshot
+        self._apply(self.scheduler.returned(worker, batch, busy_s))
 
     @precondition(lambda self: not self.is_iterable)
     @rule(worker=st.integers(0, MOST_WORKERS - 1))
@@ -214,8 +214,8 @@ class Model(RuleBasedStateMachine):
             self._pin(data.draw(st.integers(0, min(2, len(self.pinning) - 1))))
 
     def _pin(self, index: int) -> None:
-        seq = self.pinning.pop(index)
-        self._apply(self.scheduler.ready(seq, seq, BATCH_BYTES))
+        batch = self.pinning.pop(index)
+        self._apply(self.scheduler.ready(batch, batch, BATCH_BYTES))
 
     @invariant()
     def what_is_pinned_is_with_no_worker(self) -> None:
@@ -237,7 +237,7 @@ class Model(RuleBasedStateMachine):
         was_ready = ready or not lost
         dead = gone(worker, rests=rests, replaceable=self.is_replaceable, was_ready=was_ready)
         with self._not_blamed(unsent):
-            self._apply(self.scheduler.died(dead, unsent))
+            self._apply(self.scheduler.vacated(dead, unsent))
         if not was_ready and self.on_crash != "raise" and self.is_replaceable:
             assert not self.fates.keys() & set(lost), "blamed although it had not begun"
             return
@@ -250,7 +250,7 @@ class Model(RuleBasedStateMachine):
         """Take what a worker has, and what has waited for its successor."""
         lost, unsent = [*self.at_work[worker]], self.waiting.pop(worker, [])
         self.at_work[worker].clear()
-        self.tracks[worker].lost()
+        self.tracks[worker].forget_given()
         if self.is_replaceable:
             self.owed[worker] |= {*lost, *unsent}
         if rests:
@@ -260,10 +260,10 @@ class Model(RuleBasedStateMachine):
     @contextlib.contextmanager
     def _not_blamed(self, seqs: list[int]) -> Iterator[None]:
         """See that nothing is thought of these, whatever is decided."""
-        tries = {seq: self.tries[seq] for seq in seqs}
+        tries = {batch: self.tries[batch] for batch in seqs}
         yield
         assert not self.fates.keys() & tries.keys(), "blamed although it was not sent"
-        assert tries == {seq: self.tries[seq] for seq in seqs}, "counted although it was not sent"
+        assert tries == {batch: self.tries[batch] for batch in seqs}, "counted although it was not sent"
 
     @precondition(lambda self: self.is_replaceable)
     @rule(rests=st.booleans())
@@ -275,7 +275,7 @@ class Model(RuleBasedStateMachine):
         at_work = min(lost) if self.overlapping else lost[0]
         self.has_hung = True
         with self._not_blamed(unsent):
-            self._apply(self.scheduler.died(gone(ticket.worker, rests=rests, hung=True), unsent))
+            self._apply(self.scheduler.vacated(gone(ticket.worker, rests=rests, hung=True), unsent))
         assert self.on_timeout != "skip" or at_work in self.fates
 
     @rule(data=st.data())
@@ -319,14 +319,14 @@ class Model(RuleBasedStateMachine):
         if worker in self.takers | self.leaving and not self.lost_workers:
             lost, unsent = self._lose(worker, False)
             lost += unsent
-            fates, tries = dict(self.fates), {seq: self.tries[seq] for seq in lost}
+            fates, tries = dict(self.fates), {batch: self.tries[batch] for batch in lost}
             self.takers.discard(worker)
             self.leaving.discard(worker)
             self.resting.discard(worker)
             self.has_changed = True
             self._apply(self.scheduler.lost(worker))
             assert fates == self.fates
-            assert tries == {seq: self.tries[seq] for seq in lost}
+            assert tries == {batch: self.tries[batch] for batch in lost}
 
     @precondition(lambda self: self.is_iterable)
     @rule(worker=st.integers(0, 3))
@@ -337,8 +337,8 @@ class Model(RuleBasedStateMachine):
         lost = [*self.at_work[worker], *self.owed[worker]]
         self.at_work[worker].clear()
         self.lost_workers.add(worker)
-        for seq in lost:
-            assert self.fates.setdefault(seq, "exhausted") == "exhausted"
+        for batch in lost:
+            assert self.fates.setdefault(batch, "exhausted") == "exhausted"
         self._apply(self.scheduler.exhausted(worker))
 
     @rule(chance=st.integers(0, 9))
@@ -347,8 +347,8 @@ class Model(RuleBasedStateMachine):
         if chance or self.lost_workers:
             return
         lost = self.scheduler.stopped()
-        assert sorted(ticket.seq for ticket in lost) == [ticket.seq for ticket in lost]
-        assert {seq for queue in [*self.at_work, *self.owed] for seq in queue} <= {ticket.seq for ticket in lost}
+        assert sorted(ticket.batch for ticket in lost) == [ticket.batch for ticket in lost]
+        assert {batch for queue in [*self.at_work, *self.owed] for batch in queue} <= {ticket.batch for ticket in lost}
         for queue in self.at_work:
             queue.clear()
         self.waiting.clear()
@@ -356,8 +356,8 @@ class Model(RuleBasedStateMachine):
         self.resting.clear()
         self.leaving.clear()
         for ticket in lost:
-            assert self.fates.setdefault(ticket.seq, "failed") == "failed"
-            self._apply(self.scheduler.ready(ticket.seq, VOID))
+            assert self.fates.setdefault(ticket.batch, "failed") == "failed"
+            self._apply(self.scheduler.ready(ticket.batch, VOID))
         self.scheduler.plan_ended()
         self._follow()
 
@@ -369,8 +369,8 @@ class Model(RuleBasedStateMachine):
             match action:
                 case Send(worker, ticket):
                     self._send(worker, ticket)
-                case Deliver(seq):
-                    self._deliver(seq)
+                case Deliver(batch):
+                    self._deliver(batch)
                 case Replace(worker):
                     assert not self.at_work[worker]
                     assert worker not in self.lost_workers | self.resting
@@ -406,28 +406,28 @@ class Model(RuleBasedStateMachine):
     def _void_ahead(self) -> int:
         """Return how many batches that hold no memory wait for an earlier one."""
         first = self.scheduler.gone_count if self.in_order else self.planned
-        return sum(seq >= first for seq, fate in self.fates.items() if fate != "delivered")
+        return sum(batch >= first for batch, fate in self.fates.items() if fate != "delivered")
 
     def _send(self, worker: int, ticket: Ticket) -> None:
         assert worker not in self.lost_workers | self.resting, "a ticket for a worker that takes none"
-        is_again = worker in self.leaving and ticket.seq in self.owed[worker]
+        is_again = worker in self.leaving and ticket.batch in self.owed[worker]
         assert worker in self.takers or is_again, "a ticket for a worker that is not there, or leaves"
-        self.tries[ticket.seq] = ticket.tries
-        assert ticket.keys == f"keys {ticket.seq}"
-        assert ticket.seq not in self.fates
-        assert all(ticket.seq not in queue for queue in self.at_work), "a ticket at two workers"
-        assert all(ticket.seq not in queue for queue in self.waiting.values()), "a ticket twice"
+        self.tries[ticket.batch] = ticket.tries
+        assert ticket.keys == f"keys {ticket.batch}"
+        assert ticket.batch not in self.fates
+        assert all(ticket.batch not in queue for queue in self.at_work), "a ticket at two workers"
+        assert all(ticket.batch not in queue for queue in self.waiting.values()), "a ticket twice"
         in_hand = {*self.at_work[worker], *self.waiting.get(worker, ())}
         assert not in_hand if ticket.is_suspect else not in_hand & self.suspects, "a suspect is not alone"
-        self.suspects |= {ticket.seq} if ticket.is_suspect else set()
-        (self.waiting[worker] if worker in self.waiting else self.at_work[worker]).append(ticket.seq)
+        self.suspects |= {ticket.batch} if ticket.is_suspect else set()
+        (self.waiting[worker] if worker in self.waiting else self.at_work[worker]).append(ticket.batch)
         for owed in self.owed:
-            owed.discard(ticket.seq)
+            owed.discard(ticket.batch)
         if self.is_iterable:
-            self.tracks[worker].given(ticket.seq)
-            self.read[ticket.seq] = self.readers[worker].read()
+            self.tracks[worker].given(ticket.batch)
+            self.read[ticket.batch] = self.readers[worker].read()
         if self.is_static and not self.lost_workers and self.in_order and not self.has_changed:
-            assert worker == ticket.seq % self.num_workers
+            assert worker == ticket.batch % self.num_workers
         if (
             self.is_static
             and not self.in_order
@@ -437,7 +437,7 @@ class Model(RuleBasedStateMachine):
         ):
             assert len(self.at_work[worker]) <= self.window // max(1, self.num_workers - len(self.lost_workers))
         if (
-            ticket.seq < self.num_workers
+            ticket.batch < self.num_workers
             and ticket.tries == 0
             and not self.lost_workers
             and self.taken == 0
@@ -445,19 +445,19 @@ class Model(RuleBasedStateMachine):
         ):
             self.first_workers.append(worker)
 
-    def _deliver(self, seq: int) -> None:
-        assert self.fates.setdefault(seq, "delivered") in ("delivered", "failed")
-        self.deliveries.append(seq)
-        self.handed_over.append(seq)
+    def _deliver(self, batch: int) -> None:
+        assert self.fates.setdefault(batch, "delivered") in ("delivered", "failed")
+        self.deliveries.append(batch)
+        self.handed_over.append(batch)
 
     def _fail(self, tickets: list[Ticket], at_once: bool) -> None:
         for ticket in tickets:
-            assert self.fates.setdefault(ticket.seq, "failed") == "failed"
+            assert self.fates.setdefault(ticket.batch, "failed") == "failed"
             for owed in self.owed:
-                owed.discard(ticket.seq)
+                owed.discard(ticket.batch)
         if not at_once:
             (ticket,) = tickets
-            self._apply(self.scheduler.ready(ticket.seq, ticket.seq))
+            self._apply(self.scheduler.ready(ticket.batch, ticket.batch))
 
     # --------------------------------------------------------------------------------------------- what holds
 
@@ -524,7 +524,7 @@ class Model(RuleBasedStateMachine):
         return self.planned, self.plan_ended, self.taken, len(self.fates), self.finished, self.pinning[:], at_work
 
     def _check_fates(self) -> None:
-        nameless = [seq for seq in range(self.planned) if seq not in self.fates]
+        nameless = [batch for batch in range(self.planned) if batch not in self.fates]
         # Only a dataset of which no worker has anything left makes batches void without naming them.
         assert not nameless or len(self.lost_workers) >= self.num_workers
         assert self.taken == len(self.deliveries)
@@ -544,12 +544,12 @@ def make(**options: Any) -> Scheduler:
 
 def sent(actions: list[Any]) -> list[tuple[int, int]]:
     """Return worker and number of each ticket sent."""
-    return [(action.worker, action.ticket.seq) for action in actions if isinstance(action, Send)]
+    return [(action.worker, action.ticket.batch) for action in actions if isinstance(action, Send)]
 
 
 def delivered(actions: list[Any]) -> list[Any]:
     """Return what is delivered."""
-    return [action.outcome for action in actions if isinstance(action, Deliver)]
+    return [action.item for action in actions if isinstance(action, Deliver)]
 
 
 def kinds(actions: list[Any]) -> list[str]:
@@ -579,11 +579,11 @@ def test_a_suspect_that_waits_for_its_own_worker_holds_up_no_other() -> None:
     """Overlapping tickets of a worker that died are tried one by one there; the other worker goes on, out of order."""
     scheduler = make(prefetch=4, tickets_at_once=4, in_order=False)
     scheduler.planned(range(8))
-    assert sent(scheduler.died(gone(0))) == [(0, 0)]
+    assert sent(scheduler.vacated(gone(0))) == [(0, 0)]
     for number in list(scheduler.in_flight[1]):
-        seq = scheduler.in_flight[1][number].seq
+        batch = scheduler.in_flight[1][number].batch
         scheduler.returned(1, number)
-        scheduler.ready(seq, "a batch", 10)
+        scheduler.ready(batch, "a batch", 10)
     assert sent(scheduler.planned(range(8, 12))) == [(1, 8), (1, 9), (1, 10), (1, 11)]
     assert sent(scheduler.returned(0, next(iter(scheduler.in_flight[0])))) == [(0, 2)]
     scheduler.validate()
@@ -642,7 +642,7 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
     """Also one that rests: what is kept for it is for others."""
     scheduler = make(on_timeout="retry")
     scheduler.planned(range(4))
-    assert sent(scheduler.died(gone(1, rests=True, hung=True))) == []
+    assert sent(scheduler.vacated(gone(1, rests=True, hung=True))) == []
     actions = scheduler.leaving(1)
     assert (actions[0], scheduler.window) == (Dismiss(1), 2)
     assert sent(actions) == [(0, 1), (0, 3)]
@@ -685,9 +685,9 @@ def test_a_worker_that_dies_while_it_leaves_has_no_successor(on_crash: Any) -> N
     scheduler = make(on_crash=on_crash)
     scheduler.planned(range(4))
     scheduler.leaving(1)
-    actions = scheduler.died(gone(1, rests=True))
+    actions = scheduler.vacated(gone(1, rests=True))
     assert kinds(actions)[0] == "Dismiss"
-    failed = [ticket.seq for action in actions if isinstance(action, Fail) for ticket in action.tickets]
+    failed = [ticket.batch for action in actions if isinstance(action, Fail) for ticket in action.tickets]
     assert failed == {"retry": [], "skip": [1], "raise": [1, 3]}[on_crash]
     assert sent(actions) == {"retry": [(0, 1), (0, 3)], "skip": [(0, 3)], "raise": []}[on_crash]
     assert not scheduler.resting
@@ -699,13 +699,13 @@ def test_what_overlapped_in_a_worker_that_was_leaving_is_done_alone_by_another()
     scheduler = make(prefetch=3, tickets_at_once=3, on_crash="skip")
     scheduler.planned(range(6))
     scheduler.leaving(1)
-    actions = scheduler.died(gone(1))
+    actions = scheduler.vacated(gone(1))
     assert sent(actions) == []
     assert "Fail" not in kinds(actions)
-    assert [sent(scheduler.returned(0, seq)) for seq in (0, 2, 4)] == [[], [], [(0, 1)]]
+    assert [sent(scheduler.returned(0, batch)) for batch in (0, 2, 4)] == [[], [], [(0, 1)]]
     assert sent(scheduler.returned(0, 1)) == [(0, 3)]
-    actions = scheduler.died(gone(0))
-    assert [action.tickets[0].seq for action in actions if isinstance(action, Fail)] == [3]
+    actions = scheduler.vacated(gone(0))
+    assert [action.tickets[0].batch for action in actions if isinstance(action, Fail)] == [3]
     assert sent(actions) == [(0, 5)]
     scheduler.validate()
 
@@ -730,9 +730,9 @@ def test_a_batch_costs_as_much_with_thousands_of_workers(scheduling: Any, in_ord
         sys.settrace(trace)
         try:
             for _ in range(batches):
-                seq = next(iter(scheduler.in_flight[(worker := _ % num_workers)]))
-                scheduler.returned(worker, seq, 0.01)
-                scheduler.ready(seq, seq, BATCH_BYTES)
+                batch = next(iter(scheduler.in_flight[(worker := _ % num_workers)]))
+                scheduler.returned(worker, batch, 0.01)
+                scheduler.ready(batch, batch, BATCH_BYTES)
                 scheduler.planned("x")
         finally:
             sys.settrace(before)
@@ -746,9 +746,9 @@ def test_a_run_goes_on_in_the_middle() -> None:
     scheduler = Scheduler(deciders.options(num_at_start=3), first=7)
     actions = scheduler.planned(["a", VOID, "b"])
     sent = [(action.worker, action.ticket) for action in actions if isinstance(action, Send)]
-    assert [(worker, ticket.seq, ticket.keys) for worker, ticket in sent] == [(1, 7, "a"), (2, 9, "b")]
+    assert [(worker, ticket.batch, ticket.keys) for worker, ticket in sent] == [(1, 7, "a"), (2, 9, "b")]
     scheduler.returned(1, 7)
-    assert [a.outcome for a in scheduler.ready(7, "A") if isinstance(a, Deliver)] == ["A"]
+    assert [a.item for a in scheduler.ready(7, "A") if isinstance(a, Deliver)] == ["A"]
     assert scheduler.gone_count == 9
     scheduler.validate()
     scheduler = Scheduler(deciders.options(num_at_start=3), first=7, next_worker=3)
@@ -760,8 +760,8 @@ def test_dynamic_scheduling_gives_to_who_has_least() -> None:
     scheduler = make(scheduling="dynamic", num_at_start=3, prefetch=4)
     first = sent(scheduler.planned(range(12)))
     assert [worker for worker, _ in first[:3]] == [0, 1, 2]
-    for seq in sorted(scheduler.in_flight[1]):
-        actions = scheduler.returned(1, seq, busy_s=0.5)
+    for batch in sorted(scheduler.in_flight[1]):
+        actions = scheduler.returned(1, batch, busy_s=0.5)
     assert sent(actions) == [(1, len(first))]
 
 
@@ -770,10 +770,10 @@ def test_dynamic_scheduling_queues_little_behind_a_slow_batch() -> None:
     slow, fast = (make(scheduling="dynamic", num_at_start=1, prefetch=200) for _ in range(2))
     for scheduler, busy_s in ((slow, 0.5), (fast, 2e-6)):
         scheduler.planned(range(200))
-        for seq in range(30):
-            if seq in scheduler.in_flight[0]:
-                scheduler.returned(0, seq, busy_s)
-                scheduler.ready(seq, seq, 100)
+        for batch in range(30):
+            if batch in scheduler.in_flight[0]:
+                scheduler.returned(0, batch, busy_s)
+                scheduler.ready(batch, batch, 100)
     assert len(slow.in_flight[0]) == 1
     assert len(fast.in_flight[0]) > 20
 
@@ -782,9 +782,9 @@ def test_order_is_kept_whatever_comes_first() -> None:
     """What comes too early is parked, and delivered with the one that it waited for."""
     scheduler = make()
     scheduler.planned("abcd")
-    for seq in (3, 1, 2):
-        scheduler.returned(seq % 2, seq)
-        assert delivered(scheduler.ready(seq, seq, 1)) == []
+    for batch in (3, 1, 2):
+        scheduler.returned(batch % 2, batch)
+        assert delivered(scheduler.ready(batch, batch, 1)) == []
     scheduler.returned(0, 0)
     assert delivered(scheduler.ready(0, 0, 1)) == [0, 1, 2, 3]
 
@@ -851,14 +851,14 @@ def test_only_the_batch_in_work_is_blamed() -> None:
     """The tickets queued behind it are sent again without counting as tried."""
     scheduler = make(max_retries=1, prefetch=3)
     scheduler.planned(range(6))
-    actions = scheduler.died(gone(0))
+    actions = scheduler.vacated(gone(0))
     assert kinds(actions) == ["Replace", "Send", "Send", "Send"]
     assert sent(actions) == [(0, 0), (0, 2), (0, 4)]
     assert [ticket.tries for ticket in scheduler.in_flight[0].values()] == [1, 0, 0]
-    actions = scheduler.died(gone(0))
+    actions = scheduler.vacated(gone(0))
     assert kinds(actions) == ["Replace", "Fail", "Send", "Send"]
     (fail,) = [action for action in actions if isinstance(action, Fail)]
-    assert [(ticket.seq, ticket.tries) for ticket in fail.tickets] == [(0, 2)]
+    assert [(ticket.batch, ticket.tries) for ticket in fail.tickets] == [(0, 2)]
 
 
 def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None:
@@ -867,13 +867,13 @@ def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None
     assert sent(scheduler.planned("abcd")) == [(0, 0), (0, 1), (0, 2), (0, 3)]
     scheduler.returned(0, 1)
     scheduler.ready(1, "b")
-    again = scheduler.died(gone(0))
+    again = scheduler.vacated(gone(0))
     assert kinds(again) == ["Replace", "Send"]
     assert sent(again) == [(0, 0)]
     assert sent(scheduler.planned("e")) == []
     assert sent(scheduler.returned(0, 0)) == [(0, 2)]
     assert delivered(scheduler.ready(0, "a")) == ["a", "b"]
-    actions = scheduler.died(gone(0))  # alone: so it is to blame
+    actions = scheduler.vacated(gone(0))  # alone: so it is to blame
     assert [action.tickets[0].keys for action in actions if isinstance(action, Fail)] == ["c"]
     assert sent(actions) == [(0, 3)]
     assert sent(scheduler.returned(0, 3)) == [(0, 4)]
@@ -888,13 +888,13 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
     scheduler.returned(0, 0, 1.0)
     scheduler.ready(0, "a")
     scheduler.leaving(1)
-    assert [ticket.seq for ticket in scheduler.in_flight[0].values()] == [2]
-    assert sent(scheduler.died(gone(1, was_ready=False))) == [(0, 1), (0, 3)][: 2 if scheduling == "static" else 1]
+    assert [ticket.batch for ticket in scheduler.in_flight[0].values()] == [2]
+    assert sent(scheduler.vacated(gone(1, was_ready=False))) == [(0, 1), (0, 3)][: 2 if scheduling == "static" else 1]
     assert scheduler.awaited() is scheduler.in_flight[0][1]
-    waiting = [seq for seq in scheduler.in_flight[0] if seq != 2]  # for the successor of worker 0
-    actions = scheduler.died(gone(0, hung=True), waiting)
-    assert [ticket.seq for action in actions if isinstance(action, Fail) for ticket in action.tickets] == [2]
-    assert {seq for _, seq in sent(actions)} >= set(waiting)
+    waiting = [batch for batch in scheduler.in_flight[0] if batch != 2]  # for the successor of worker 0
+    actions = scheduler.vacated(gone(0, hung=True), waiting)
+    assert [ticket.batch for action in actions if isinstance(action, Fail) for ticket in action.tickets] == [2]
+    assert {batch for _, batch in sent(actions)} >= set(waiting)
     scheduler.validate()
 
 
@@ -903,7 +903,7 @@ def test_what_was_not_sent_is_not_blamed_for_a_death(on_crash: Any) -> None:
     """Not even where the worker had nothing else."""
     scheduler = make(num_at_start=1, on_crash=on_crash)
     scheduler.planned(range(2))
-    actions = scheduler.died(gone(0), [0, 1])
+    actions = scheduler.vacated(gone(0), [0, 1])
     assert kinds(actions) == ["Replace", "Send", "Send"]
     assert [ticket.tries for ticket in scheduler.in_flight[0].values()] == [0, 0]
 
@@ -912,12 +912,12 @@ def test_what_is_done_again_keeps_its_order() -> None:
     """In a stream each ticket takes the next batch; so a worker that dies while it starts changes nothing."""
     scheduler = make(num_at_start=1, prefetch=4, tickets_at_once=4)
     scheduler.planned("abcd")
-    assert sent(scheduler.died(gone(0))) == [(0, 0)]
-    assert sent(scheduler.died(gone(0, was_ready=False))) == [(0, 0)]
-    assert sent(scheduler.died(gone(0))) == [(0, 0)]
+    assert sent(scheduler.vacated(gone(0))) == [(0, 0)]
+    assert sent(scheduler.vacated(gone(0, was_ready=False))) == [(0, 0)]
+    assert sent(scheduler.vacated(gone(0))) == [(0, 0)]
     again = []
-    for seq in range(4):
-        again += sent(scheduler.returned(0, seq))
+    for batch in range(4):
+        again += sent(scheduler.returned(0, batch))
     assert again == [(0, 1), (0, 2), (0, 3)]
 
 
@@ -925,13 +925,13 @@ def test_the_end_of_a_stream_voids_what_was_to_be_done_again() -> None:
     """Whether it waits for its turn, or behind what is for a worker that rests: other workers do not get it."""
     scheduler = make(num_at_start=1, prefetch=4, tickets_at_once=4)
     scheduler.planned("abcd")
-    assert sent(scheduler.died(gone(0))) == [(0, 0)]
+    assert sent(scheduler.vacated(gone(0))) == [(0, 0)]
     assert sent(scheduler.exhausted(0)) == []
     assert scheduler.void_count == 4
     scheduler = make(tickets_at_once=4, on_timeout="retry")
     scheduler.planned("abcd")
-    assert sent(scheduler.died(gone(0, rests=True, hung=True))) == []
-    assert sent(scheduler.died(gone(1, was_ready=False))) == []  # behind those of the worker that rests
+    assert sent(scheduler.vacated(gone(0, rests=True, hung=True))) == []
+    assert sent(scheduler.vacated(gone(1, was_ready=False))) == []  # behind those of the worker that rests
     scheduler.exhausted(1)
     assert sent(scheduler.rested(0)) == [(0, 0), (0, 2)]
     assert scheduler.void_count == 0
@@ -955,7 +955,7 @@ def test_nothing_is_blamed_on_a_worker_that_never_came_up() -> None:
     scheduler = make(max_retries=0)
     scheduler.planned(range(4))
     for _ in range(5):
-        assert kinds(scheduler.died(gone(1, was_ready=False))) == ["Replace", "Send", "Send"]
+        assert kinds(scheduler.vacated(gone(1, was_ready=False))) == ["Replace", "Send", "Send"]
     assert {ticket.tries for ticket in scheduler.in_flight[1].values()} == {0}
 
 
@@ -975,7 +975,7 @@ def test_finish_comes_once_after_everything() -> None:
     assert not scheduler.is_finished
     scheduler.plan_ended()
     assert scheduler.is_finished
-    assert kinds(scheduler.died(gone(0))) == ["Replace"]
+    assert kinds(scheduler.vacated(gone(0))) == ["Replace"]
 
 
 def test_what_a_worker_never_had_cannot_come_back() -> None:
@@ -996,7 +996,7 @@ def test_the_awaited_ticket_is_the_first_that_a_worker_has() -> None:
     scheduler.ready(0, "a")
     ticket = scheduler.awaited()
     assert ticket is not None
-    assert (ticket.seq, ticket.keys, ticket.worker) == (1, "b", 1)
+    assert (ticket.batch, ticket.keys, ticket.worker) == (1, "b", 1)
 
 
 def test_representation() -> None:

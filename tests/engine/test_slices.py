@@ -18,10 +18,10 @@ from asyncloader.engine.actions import (
     Deliver,
     Dismiss,
     Fail,
-    Lose,
     Replace,
     Send,
     Ticket,
+    Vacate,
 )
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.scheduler import Scheduler
@@ -37,9 +37,9 @@ from tests.effort import examples
 MOST_WORKERS = 5
 
 
-def gone(worker: int, **facts: bool) -> Lose:
+def gone(worker: int, **facts: bool) -> Vacate:
     """Return what is said of a worker whose process has ended."""
-    return Lose(worker, lambda tickets: RuntimeError("it died"), **facts)
+    return Vacate(worker, lambda tickets: RuntimeError("it died"), **facts)
 
 
 class Slabs:
@@ -128,24 +128,24 @@ class Workplace:
         assert placed.first == (ticket.own_keys or [placed.first])[0], "a sample is seeded by another's place"
         outcome = self.outcome(ticket, fate, busy_s)
         self.apply(self.scheduler.returned(worker, ticket.number, busy_s))
-        self.came(ticket, Item(outcome, ticket.seq, worker))
+        self.came(ticket, Item(outcome, ticket.batch, worker))
 
     def came(self, ticket: Ticket, item: Any) -> None:
         """Do what the session does with what has become of a ticket."""
         if ticket.bounds is None:
             if item.outcome.kind == Kind.LEFT_OUT:
                 self.left_out.append(ticket.keys)
-            self.apply(self.scheduler.ready(ticket.seq, item, 10_000))
+            self.apply(self.scheduler.ready(ticket.batch, item, 10_000))
         elif (batch := self.scheduler.slice_came(ticket, item)) is not None:
             fate = batch.fate()
             if fate == "join":
-                self.joining.append((ticket.seq, batch))
+                self.joining.append((ticket.batch, batch))
             elif fate == "again":
-                self.apply(self.scheduler.again(ticket.seq, batch.keys))
+                self.apply(self.scheduler.again(ticket.batch, batch.keys))
             elif fate == "void":
-                self.apply(self.scheduler.ready(ticket.seq, VOID))
+                self.apply(self.scheduler.ready(ticket.batch, VOID))
             else:
-                self.came(Ticket(ticket.seq, batch.keys), Item(fate, ticket.seq))
+                self.came(Ticket(ticket.batch, batch.keys), Item(fate, ticket.batch))
 
     def outcome(self, ticket: Ticket, fate: str, busy_s: float) -> Any:
         keys = ticket.own_keys
@@ -166,15 +166,15 @@ class Workplace:
 
     def join(self, fate: str = "joined") -> None:
         """Have the finisher join the slices of a batch, which was the first to be complete."""
-        seq, batch = self.joining.popleft()
+        number, batch = self.joining.popleft()
         assert self.on_error != "replace" or not batch.bad()
         if fate == "cannot be joined":
-            self.apply(self.scheduler.again(seq, batch.keys))
+            self.apply(self.scheduler.again(number, batch.keys))
             return
         self.slicer.joined(())
-        item, _, make = batch.to_join(seq)
+        item, _, make = batch.to_join(number)
         found = item.outcome._replace(data=[key for part in make.args[0] for key in part])  # type: ignore[call-arg,attr-defined]
-        self.apply(self.scheduler.ready(seq, item._replace(outcome=found), 60_000))
+        self.apply(self.scheduler.ready(number, item._replace(outcome=found), 60_000))
 
     def apply(self, actions: list[Any]) -> None:
         for action in actions:
@@ -183,7 +183,7 @@ class Workplace:
                 case Send(worker, ticket):
                     assert not any(ticket in queue for queue in self.at_work.values()), "a ticket at two workers"
                     self.at_work[worker].append(ticket)
-                    placed = self.progress.placed(ticket.seq, ticket.keys)
+                    placed = self.progress.placed(ticket.batch, ticket.keys)
                     self.sent[ticket.number] = self.slices.contents(ticket, placed) if ticket.bounds else placed
                 case Deliver(item):
                     self.delivered.append(item)
@@ -201,10 +201,10 @@ class Workplace:
 
     def _fail(self, tickets: list[Ticket], at_once: bool, leave_out: bool) -> None:
         if at_once:
-            self.named |= {ticket.seq for ticket in tickets}
+            self.named |= {ticket.batch for ticket in tickets}
             return
         (ticket,) = tickets
-        self.came(ticket, Item(Outcome(Kind.LEFT_OUT), ticket.seq) if leave_out else failed(OSError(), ticket.seq))
+        self.came(ticket, Item(Outcome(Kind.LEFT_OUT), ticket.batch) if leave_out else failed(OSError(), ticket.batch))
 
     def finish(self) -> None:
         """Come to the end: all that is planned is made and taken."""
@@ -222,12 +222,12 @@ class Workplace:
         raise AssertionError(f"it does not end: {self.scheduler!r}")
 
     def check(self) -> None:
-        numbers = [item.seq for item in self.delivered]
+        numbers = [item.batch for item in self.delivered]
         assert max(Counter(numbers).values(), default=1) == 1, "a batch came twice"
         if self.options.get("in_order", True):
             assert numbers == sorted(numbers)
         for item in self.delivered:
-            outcome, keys = item.outcome, self.batches[item.seq]
+            outcome, keys = item.outcome, self.batches[item.batch]
             assert all(keys[sample.position] == sample.key for sample in outcome.bad)
             if outcome.kind == Kind.BATCH:
                 bad = {sample.key for sample in outcome.bad}
@@ -288,11 +288,11 @@ class Model(RuleBasedStateMachine):
         if hangs:
             if (ticket := scheduler.awaited()) is not None:
                 there.at_work[ticket.worker].clear()
-                there.apply(scheduler.died(gone(ticket.worker, hung=True)))
+                there.apply(scheduler.vacated(gone(ticket.worker, hung=True)))
             return
         worker = data.draw(st.sampled_from(sorted(there.at_work)))
         there.at_work[worker].clear()
-        there.apply(scheduler.died(gone(worker, was_ready=was_ready)))
+        there.apply(scheduler.vacated(gone(worker, was_ready=was_ready)))
 
     @rule(worker=st.integers(0, MOST_WORKERS - 1))
     def come(self, worker: int) -> None:
@@ -331,7 +331,7 @@ class Model(RuleBasedStateMachine):
         there = self.there
         there.finish()
         there.check()
-        found = Counter(item.seq for item in there.delivered)
+        found = Counter(item.batch for item in there.delivered)
         for number in range(len(there.batches)):
             assert found[number] == 1 or number in there.named, f"batch {number} is neither here nor named"
         assert len(there.left_out) == sum(item.outcome.kind == Kind.LEFT_OUT for item in there.delivered)
@@ -345,7 +345,7 @@ TestEveryInterleaving = Model.TestCase
 def all_slices(there: Workplace, number: int = 0) -> list[tuple[int, Ticket]]:
     """Return who has slices of a batch, in the order of these."""
     found = [(worker, ticket) for worker, queue in there.at_work.items() for ticket in queue]
-    return sorted([pair for pair in found if pair[1].seq == number], key=lambda pair: pair[1].bounds or (0, 0))
+    return sorted([pair for pair in found if pair[1].batch == number], key=lambda pair: pair[1].bounds or (0, 0))
 
 
 def test_slices_go_to_whoever_is_free_and_are_joined_in_their_order() -> None:
@@ -436,7 +436,7 @@ def test_a_dead_worker_costs_its_slice() -> None:
     lost = [ticket.own_keys for ticket in there.at_work[0]]
     others = [ticket.own_keys for ticket in there.at_work[1]]
     there.at_work[0].clear()
-    there.apply(there.scheduler.died(gone(0)))
+    there.apply(there.scheduler.vacated(gone(0)))
     assert [ticket.own_keys for ticket in there.at_work[0]] == lost[:1]
     assert [ticket.own_keys for ticket in there.at_work[1]] == others
     there.finish()
@@ -448,7 +448,7 @@ def test_a_batch_whose_slices_are_lost_is_void_once() -> None:
     there = Workplace(num_at_start=2, length=2, on_crash="raise")
     before = len(there.batches)
     there.at_work[0].clear()
-    there.apply(there.scheduler.died(gone(0)))
+    there.apply(there.scheduler.vacated(gone(0)))
     there.finish()
     assert there.named <= set(range(before))
     assert there.scheduler.void_count == len(there.named)
@@ -544,7 +544,7 @@ def test_keys_of_any_other_kind_are_a_whole_batch() -> None:
     ticket = action.ticket  # type: ignore[union-attr]
     assert ticket.bounds is None
     scheduler.returned(ticket.worker, ticket.number, 1.0)
-    assert scheduler.ready(ticket.seq, "batch") == [Deliver("batch")]
+    assert scheduler.ready(ticket.batch, "batch") == [Deliver("batch")]
 
 
 # ------------------------------------------------------------------------------------------------- how large slices are

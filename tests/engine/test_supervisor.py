@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.engine.actions import Lose, Postpone, Replace
+from asyncloader.engine.actions import Postpone, Replace, Vacate
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.supervisor import Supervisor
 from asyncloader.messages.messages import Kind
@@ -53,7 +53,7 @@ class Session:
         scheduler = Scheduler(deciders.options(on_timeout="retry"))
         faults = SimpleNamespace(replacements=0, timeouts=0)
         self.run: Any = SimpleNamespace(
-            scheduler=scheduler, lost=lambda worker: None, faults=faults, epoch=None, tracks={}, plan_ended=True
+            scheduler=scheduler, forget_given=lambda worker: None, faults=faults, epoch=None, tracks={}, plan_ended=True
         )
         self.applied: list[Any] = []
 
@@ -77,7 +77,7 @@ async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
     pool, session, loop = Pool(), Session(), Timers()
     supervisor = supervise(loop, pool, session)
     session.run.scheduler.planned(range(4))
-    supervisor.do(Lose(1, lambda tickets: RuntimeError(), rest_s=1000.0))
+    supervisor.do(Vacate(1, lambda tickets: RuntimeError(), rest_s=1000.0))
     assert session.run.scheduler.resting == {1}
     supervisor.on_lost(1)
     assert [timer.cancelled() for timer in loop.timers] == [True]
@@ -95,8 +95,8 @@ async def test_what_was_not_sent_to_a_worker_is_not_blamed_for_its_end(hung: boo
     scheduler = session.run.scheduler
     scheduler.planned(range(4))
     supervisor.outbox.put(1, 1, [1])
-    supervisor.do(Lose(1, lambda tickets: RuntimeError(), hung=hung))
-    assert {seq: ticket.tries for seq, ticket in scheduler.in_flight[1].items()} == {1: 0, 3: 1}
+    supervisor.do(Vacate(1, lambda tickets: RuntimeError(), hung=hung))
+    assert {batch: ticket.tries for batch, ticket in scheduler.in_flight[1].items()} == {1: 0, 3: 1}
 
 
 async def test_a_worker_that_there_was_no_room_for_is_started_with_the_next_run() -> None:
@@ -106,7 +106,7 @@ async def test_a_worker_that_there_was_no_room_for_is_started_with_the_next_run(
     supervisor.workforce.want(3)
     supervisor.do(Postpone(2, 1000.0))
     assert pool.added == []
-    supervisor.begin()
+    supervisor.begin_run()
     await until(lambda: pool.added)
     assert [timer.cancelled() for timer in loop.timers] == [True]
     assert pool.added == [2]

@@ -132,11 +132,11 @@ def test_what_raises_as_it_is_rebuilt_stands_for_the_ticket(error: BaseException
         return None, 0
 
     snapshot = None if where == "payload" else Refuses(error)
-    kind, parts = pack(Outcome(Kind.BATCH, NO_RECORD._replace(seq=7), snapshot=snapshot), [b"slab 3"])
+    kind, parts = pack(Outcome(Kind.BATCH, NO_RECORD._replace(ticket=7), snapshot=snapshot), [b"slab 3"])
     there = unpack(kind, memoryview(b"".join(parts)), explode)
     assert opened == [b"slab 3"]
     assert there.kind == Kind.FAILURE
-    assert there.record.seq == 7
+    assert there.record.ticket == 7
     assert isinstance(there.error, Exception)
     assert repr(error) in repr(there.error)
 

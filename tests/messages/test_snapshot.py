@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncloader.messages import snapshot as module
-from asyncloader.messages.snapshot import Frozen, Keeper, Start, Untold
+from asyncloader.messages.snapshot import Frozen, Keeper, Untold, WorkerStart
 
 
 class Counts:
@@ -37,7 +37,7 @@ def test_keys_of_a_thousand_batches_are_kept_at_most(
 ) -> None:
     """However seldom states are asked for, and however long they take."""
     monkeypatch.setattr(module.Pace, "is_due", lambda pace: not is_slow)
-    keeper, kept, most = Keeper(Counts(), every, Start()), 0, 0
+    keeper, kept, most = Keeper(Counts(), every, WorkerStart()), 0, 0
     for _ in range(5_000):
         kept = 0 if isinstance(keeper.take(), Frozen) else kept + 1
         most = max(most, kept)
@@ -48,7 +48,7 @@ def test_a_state_that_cannot_be_taken_is_not_asked_for_with_every_batch() -> Non
     """After a thousand as well as before."""
     dataset = Counts()
     dataset.is_lost = True
-    keeper = Keeper(dataset, 10**6, Start())
+    keeper = Keeper(dataset, 10**6, WorkerStart())
     found = [keeper.take() for _ in range(5_001)]
     assert dataset.asked == sum(isinstance(each, Untold) for each in found) == 6
 
@@ -57,7 +57,7 @@ def test_states_of_streams_are_taken_as_seldom_as_the_user_says(monkeypatch: pyt
     """Nothing is kept of their batches but a number."""
     monkeypatch.setattr(module.Pace, "is_due", lambda pace: True)
     dataset = Counts()
-    keeper = Keeper(dataset, 2_500, Start())
+    keeper = Keeper(dataset, 2_500, WorkerStart())
     keeper.attach(iter(dataset))
     found = [number for number in range(1, 6_000) if keeper.take() is not None]
     assert found == [1, 2501, 5001]

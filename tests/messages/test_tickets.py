@@ -98,11 +98,11 @@ def test_one_pickle_has_nothing_of_the_last() -> None:
 def test_a_ticket_that_finds_no_place_is_refused_alone() -> None:
     """So those before it, which may be in slabs, are sent, and those behind it."""
 
-    def place(seq: int, parts: Any) -> bytes:
-        if seq == 2:
+    def place(ticket: int, parts: Any) -> bytes:
+        if ticket == 2:
             raise MemoryError("no room")
-        return inline(seq, parts)
+        return inline(ticket, parts)
 
-    pickled, ((seq, error),) = pickle_tickets([(1, [10]), (2, [20]), (3, [30])], TicketPickler(), place)
-    assert [(seq, pickle.loads(keys)) for seq, keys in pickled] == [(1, [10]), (3, [30])]
-    assert (seq, str(error)) == (2, "no room")
+    pickled, ((ticket, error),) = pickle_tickets([(1, [10]), (2, [20]), (3, [30])], TicketPickler(), place)
+    assert [(ticket, pickle.loads(keys)) for ticket, keys in pickled] == [(1, [10]), (3, [30])]
+    assert (ticket, str(error)) == (2, "no room")

@@ -61,14 +61,14 @@ def test_timeline_of_a_run(tmp_path: Path, face: str) -> None:
     tracks, events = read(path)
     assert set(tracks) == {"consumer", "channel", "worker 0", "worker 1"}
     place = {(slice_["name"], slice_["args"].get("batch")): slice_ for track in tracks.values() for slice_ in track}
-    for seq in range(200):
-        sent, received, taken = (place[name, seq] for name in ("send", "receive", "take"))
-        made = place[f"batch {seq}", seq]
-        assert made in tracks[f"worker {seq % 2}"]
+    for number in range(200):
+        sent, received, taken = (place[name, number] for name in ("send", "receive", "take"))
+        made = place[f"batch {number}", number]
+        assert made in tracks[f"worker {number % 2}"]
         assert sent["ts"] <= made["ts"] < ends(made) <= ends(received) <= taken["ts"]
-        arrow = [event for event in events if event["ph"] in "stf" and event["id"] == seq]
+        arrow = [event for event in events if event["ph"] in "stf" and event["id"] == number]
         assert [event["ph"] for event in sorted(arrow, key=lambda event: event["ts"])] == ["s", "t", "t", "f"]
-        parts = [place[name, seq] for name in ("fetch", "collate", "encode")]
+        parts = [place[name, number] for name in ("fetch", "collate", "encode")]
         assert sum(part["dur"] for part in parts) == pytest.approx(made["dur"], abs=4)
     for name in ("consumer", "worker 0", "worker 1"):
         outer = [slice_ for slice_ in tracks[name] if slice_["name"] not in ("fetch", "collate", "encode")]
@@ -152,9 +152,9 @@ def test_batches_that_overlap_lie_on_tracks_of_their_own(tmp_path: Path) -> None
 def test_workers_of_another_machine_have_a_process_of_their_own(tmp_path: Path) -> None:
     """By the name of the node; the same id may be another worker's there. The rest is the trainer's."""
     trace = Trace(tmp_path / "run.json")
-    for seq, node in enumerate(("", "n1", "n2", "n1")):
-        trace.note(batch, node, seq, 0, 1.0, 2.0 + seq, (("fetch", 0.5),), 3.0 + seq, 3.1 + seq)
-        trace.note(taken, seq, 0.0, 0.0, 9.0, 0)
+    for number, node in enumerate(("", "n1", "n2", "n1")):
+        trace.note(batch, node, number, 0, 1.0, 2.0 + number, (("fetch", 0.5),), 3.0 + number, 3.1 + number)
+        trace.note(taken, number, 0.0, 0.0, 9.0, 0)
     trace.close()
     _, events = read(trace.path)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -165,8 +165,8 @@ def test_workers_of_another_machine_have_a_process_of_their_own(tmp_path: Path) 
     made = [event["pid"] for event in events if event["ph"] == "X" and event["name"].startswith("batch")]
     assert made == [1, 2, 3, 2]
     assert {event["pid"] for event in events if event["name"] in ("send", "receive", "take", "ready")} == {1}
-    for seq, pid in enumerate(made):
-        arrow = [(event["ph"], event["pid"]) for event in events if event["ph"] in "stf" and event["id"] == seq]
+    for number, pid in enumerate(made):
+        arrow = [(event["ph"], event["pid"]) for event in events if event["ph"] in "stf" and event["id"] == number]
         assert arrow == [("s", 1), ("t", pid), ("t", 1), ("f", 1)]
 
 

@@ -94,9 +94,9 @@ class Line:
     def ready(self, life: int) -> None:
         self.say(Kind.READY, life, struct.pack("<Q", 1000 + life))
 
-    def answer(self, life: int, seq: int, epoch: int = 0) -> None:
+    def answer(self, life: int, ticket: int, epoch: int = 0) -> None:
         """Have a ticket answered."""
-        record = NO_RECORD._replace(seq=seq, epoch=epoch)
+        record = NO_RECORD._replace(ticket=ticket, epoch=epoch)
         kind, parts = pack(Outcome(Kind.LEFT_OUT, record))
         self.say(kind, life, b"".join(map(bytes, parts)))
 
@@ -118,7 +118,7 @@ class Heard:
         self.told.append(("ready", worker))
 
     def on_outcome(self, worker: int, outcome: Any, arrived_at: float) -> None:
-        self.told.append((worker, outcome.record.seq))
+        self.told.append((worker, outcome.record.ticket))
 
     def on_died(self, worker: int, process: Any) -> None:
         self.told.append(("died", worker, process.exitcode))

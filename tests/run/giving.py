@@ -7,8 +7,8 @@ from typing import Any
 from asyncloader.engine.progress import Given, Progress
 
 
-def give(progress: Progress, seq: int, **more: Any) -> None:
+def give(progress: Progress, batch: int, **more: Any) -> None:
     """Have a consumer been given the batch of this number."""
-    place = progress.now.after(Given(seq, **more), is_ahead=not progress.in_order)
+    place = progress.now.after(Given(batch, **more), is_ahead=not progress.in_order)
     progress.counted = place, ()
     progress.forget(place.position)

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from asyncloader import DataLoader, StateMismatchError
 from asyncloader.engine.progress import Progress, SamplerState
-from asyncloader.messages.snapshot import Frozen, Start, Untold
+from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, check, describe, initial_state, is_between_runs
 from asyncloader.run.exclusions import Exclusions
@@ -167,7 +167,7 @@ def test_batches_that_came_early_are_of_one_division(one: dict[str, Any], other:
 
 def test_workers_with_states_of_their_own_are_as_many_as_before() -> None:
     """In the middle of a run; between two there are none yet."""
-    progress = Progress(workers={0: Start(), 1: Start()}, next_worker=0, key=(77, 3, 0))
+    progress = Progress(workers={0: WorkerStart(), 1: WorkerStart()}, next_worker=0, key=(77, 3, 0))
     state = checkpointer_of(settings_of(Counts(), **WITH_WORKERS), progress).state_dict()
     check(state, settings_of(Counts(), **WITH_WORKERS))
     one = settings_of(Counts(), **{**WITH_WORKERS, "num_workers": 1})
@@ -206,8 +206,8 @@ def test_a_state_in_a_run_has_how_far_it_is() -> None:
     assert (first["epoch"], first["base_seed"], first["inline"]) == (3, 77, True)
     assert (first["position"], first["ahead"]) == (0, [])
     torch.randperm(3, generator=generator)
-    for seq in (0, 5, 3):
-        give(progress, seq)
+    for batch in (0, 5, 3):
+        give(progress, batch)
     later = checkpointer.state_dict()
     assert (later["position"], later["ahead"], later["bad_count"]) == (1, [3, 5], 4)
     assert later["draws"] == first["draws"] == checkpointer.rng.as_text(checkpointer.begun)
@@ -256,7 +256,7 @@ def test_datasets_that_outlast_a_run_are_where_it_left_them() -> None:
     ):
         dataset = Counts(9)
         progress = Progress(
-            workers={worker: Start(0, Frozen({"dataset": {"count": 4 + worker}})) for worker in (0, 1)},
+            workers={worker: WorkerStart(0, Frozen({"dataset": {"count": 4 + worker}})) for worker in (0, 1)},
             next_worker=0,
             key=(77, 3, 0),
         )
@@ -271,7 +271,7 @@ def test_datasets_that_outlast_a_run_are_where_it_left_them() -> None:
 
 def test_a_dataset_whose_state_cannot_be_taken_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """The state is made all the same."""
-    progress = Progress(workers={0: Start()}, next_worker=0, key=(77, 3, 0))
+    progress = Progress(workers={0: WorkerStart()}, next_worker=0, key=(77, 3, 0))
     give(progress, 0, worker=0, number=0, snapshot=Untold("TypeError: no pickle"), keys=[1, 2])
     checkpointer = checkpointer_of(settings_of(Counts()), progress)
     with caplog.at_level(logging.WARNING, logger="asyncloader"):

@@ -202,8 +202,8 @@ def stopped(
     progress = start.checkpointer.progress
     for _ in range(done + ahead):
         next(start.plan, None)
-    for seq in range(done):
-        give(progress, seq)
+    for batch in range(done):
+        give(progress, batch)
         if draws:
             draw()
     return trainer, json.loads(json.dumps(start.checkpointer.state_dict()))
@@ -282,9 +282,9 @@ def test_a_state_that_is_taken_while_the_sampler_draws() -> None:
 
         lazily.draw = interrupted
         start = trainer.begin(inline=False)
-        for seq in range(2):
+        for batch in range(2):
             next(start.plan)
-            give(start.checkpointer.progress, seq)
+            give(start.checkpointer.progress, batch)
         list(start.plan)
         ((state, saved),) = taken
         resumed = Trainer(sampler, 2)

@@ -114,11 +114,11 @@ def test_the_trainers_generators_are_not_touched_by_workers() -> None:
 def test_seeds_are_spread() -> None:
     """Neighbouring epochs, ranks and batches have nothing in common."""
     seeds = {
-        mix(mix(base, epoch, rank), seq)
+        mix(mix(base, epoch, rank), batch)
         for base in (0, 1)
         for epoch in range(5)
         for rank in range(5)
-        for seq in range(200)
+        for batch in range(200)
     }
     assert len(seeds) == 2 * 5 * 5 * 200
     ones = [sum(seed >> bit & 1 for seed in seeds) / len(seeds) for bit in range(64)]
@@ -158,7 +158,7 @@ def test_no_two_batches_of_an_epoch_share_numpys_seed(monkeypatch: pytest.Monkey
     words: list[int] = []
     monkeypatch.setattr(np.random, "seed", words.append)
     seeder = Seeder((1, 2, 3))
-    seeds = [seeder(seq) & 0xFFFFFFFF for seq in range(50_000)]
+    seeds = [seeder(batch) & 0xFFFFFFFF for batch in range(50_000)]
     assert len(set(words)) == len(words) == 50_000
     assert not any(word == seed for word, seed in zip(words, seeds, strict=True))
     assert all(0 <= word < 1 << 32 for word in words)
@@ -185,11 +185,11 @@ def test_a_batch_seed_sets_all_three_generators() -> None:
     draws = {}
     for key in [(5, 0, 0), (5, 1, 0), (5, 0, 1), (6, 0, 0)]:
         seeder = Seeder(key)
-        for seq in (0, 1):
-            seeder(seq)
-            draws[key, seq] = draw()
-            seeder(seq)
-            assert draw() == draws[key, seq]
+        for batch in (0, 1):
+            seeder(batch)
+            draws[key, batch] = draw()
+            seeder(batch)
+            assert draw() == draws[key, batch]
     for position in range(3):
         assert len({drawn[position] for drawn in draws.values()}) == 8
 

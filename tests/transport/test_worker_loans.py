@@ -118,9 +118,9 @@ def test_an_answer_frees_its_own_keys_and_those_of_earlier_runs(pool: SlabPool, 
     loans.has_reader = True
     parts = [bytes(100_000)]
     regions = {}
-    for run, seq in ((1, 0), (1, 5), (1, 6), (2, 0), (2, 3)):
-        loans.place(run, seq, parts)
-        regions[run, seq] = inside.written(loans)[-1]
+    for run, ticket in ((1, 0), (1, 5), (1, 6), (2, 0), (2, 3)):
+        loans.place(run, ticket, parts)
+        regions[run, ticket] = inside.written(loans)[-1]
     with pytest.raises(AssertionError, match="ticket 5 of run 1"):
         loans.place(1, 5, parts)
     for ticket, left in (((1, 5), "10 16 20 23"), ((1, 5), "10 16 20 23"), ((2, 3), "20"), ((3, 9), "")):

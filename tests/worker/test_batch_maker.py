@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, default_collate
 from asyncloader import sample_rng
 from asyncloader.messages.failure import LocalError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.snapshot import Frozen, Made, Start
+from asyncloader.messages.snapshot import Frozen, Made, WorkerStart
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.worker.batch_maker import BatchMaker
@@ -97,7 +97,7 @@ class Numbers(IterableDataset[int]):
         self.at = state["at"]
 
 
-def make_maker(dataset: Any, starts: dict[int, Start] | None = None, run: int = 1, **options: Any) -> BatchMaker:
+def make_maker(dataset: Any, starts: dict[int, WorkerStart] | None = None, run: int = 1, **options: Any) -> BatchMaker:
     """Return a maker whose run has begun."""
     spec = WorkerSpec(
         dataset=dataset,
@@ -138,7 +138,7 @@ def test_a_batch() -> None:
     assert outcome.kind == Kind.BATCH
     assert (outcome.data, outcome.bad, outcome.snapshot) == ([30, 10], (), None)
     record = outcome.record
-    assert (record.seq, record.epoch, record.samples, record.wait_s, record.cpu_s) == (7, 3, 2, 0.5, 1.0)
+    assert (record.ticket, record.epoch, record.samples, record.wait_s, record.cpu_s) == (7, 3, 2, 0.5, 1.0)
 
 
 def test_a_single_key() -> None:
@@ -247,8 +247,8 @@ class Draws:
 def test_seeds_depend_on_the_batch_alone() -> None:
     """Made in any order, by any worker, a batch is the same; without them the worker's streams run on."""
     one, other = make_maker(Draws(), seeds_each_batch=True), make_maker(Draws(), seeds_each_batch=True)
-    there = [one.make(seq, [0, 1]) for seq in (0, 1)]
-    again = [other.make(seq, [0, 1]) for seq in (1, 0)]
+    there = [one.make(ticket, [0, 1]) for ticket in (0, 1)]
+    again = [other.make(ticket, [0, 1]) for ticket in (1, 0)]
     data = [outcome.data for outcome in (*there, *reversed(again))]
     assert data[:2] == data[2:]
     assert len({number for batch in data[:2] for sample in batch for number in sample}) == 12
@@ -275,8 +275,8 @@ def test_the_context_of_the_caller_is_left_as_it_was() -> None:
 
 def test_states_come_with_batches() -> None:
     """Each is that after its own batch; the last one, of a dataset that stays, comes with the end."""
-    maker = make_maker(Numbers(3), {0: Start()}, keeps_dataset=True)
-    outcomes = [maker.make(seq, [None] * 2) for seq in range(3)]
+    maker = make_maker(Numbers(3), {0: WorkerStart()}, keeps_dataset=True)
+    outcomes = [maker.make(ticket, [None] * 2) for ticket in range(3)]
     states = [cast("Frozen", outcome.snapshot).thaw() for outcome in outcomes]
     assert [state["iterator"] or state["dataset"] for state in states] == [{"at": 2}, {"at": 3}, {"at": 3}]
     assert [state["ended"] for state in states] == [False, True, False]
@@ -284,9 +284,9 @@ def test_states_come_with_batches() -> None:
 
 def test_a_failure_brings_the_state_too() -> None:
     """What was read for it was read."""
-    maker = make_maker(Numbers(4), {0: Start()}, collate_fn=default_collate)
+    maker = make_maker(Numbers(4), {0: WorkerStart()}, collate_fn=default_collate)
     assert cast("Frozen", maker.make(0, [None] * 2).snapshot).thaw()["iterator"] == {"at": 2}
-    broken = make_maker(Numbers(4), {0: Start()}, collate_fn=int)
+    broken = make_maker(Numbers(4), {0: WorkerStart()}, collate_fn=int)
     outcome = broken.make(0, [None] * 2)
     assert outcome.kind == Kind.FAILURE
     assert cast("Frozen", outcome.snapshot).thaw()["iterator"] == {"at": 2}
@@ -295,8 +295,8 @@ def test_a_failure_brings_the_state_too() -> None:
 def test_a_stream_begins_where_another_worker_was() -> None:
     """At its state, after so many batches, and without those that were made ahead."""
     snapshot = {"dataset": None, "iterator": {"at": 4}, "ended": False}
-    maker = make_maker(Numbers(20), {0: Start(1, snapshot, ahead=(1,))})
-    data = [maker.make(seq, [None] * 2).data for seq in range(2)]
+    maker = make_maker(Numbers(20), {0: WorkerStart(1, snapshot, ahead=(1,))})
+    data = [maker.make(ticket, [None] * 2).data for ticket in range(2)]
     assert data == [[6, 7], [10, 11]]
 
 
@@ -314,8 +314,8 @@ def test_a_run_that_was_not_begun_is_over_before_the_next() -> None:
             finally:
                 self.run, self.at = self.run + 1, 0
 
-    maker = make_maker(Counts(3), {0: Start(0, {"dataset": {"at": 2}, "iterator": None, "ended": False})})
-    maker.begin(EpochSpec(2, KEY, starts={0: Start()}))
+    maker = make_maker(Counts(3), {0: WorkerStart(0, {"dataset": {"at": 2}, "iterator": None, "ended": False})})
+    maker.begin(EpochSpec(2, KEY, starts={0: WorkerStart()}))
     assert maker.make(0, [None] * 3).data == [101, 102, 103]
 
 
@@ -348,7 +348,7 @@ def test_what_was_made_after_a_state_is_made_again() -> None:
     before, entered = list(asked), list[str]()
     asked.clear()
     maker = BatchMaker(0, replace(first.spec), Here(), aside=note(entered))
-    maker.begin(EpochSpec(1, KEY, starts={0: Start(0, None, (), (Made(KEY, 4, [1, 2]),))}))
+    maker.begin(EpochSpec(1, KEY, starts={0: WorkerStart(0, None, (), (Made(KEY, 4, [1, 2]),))}))
     assert (asked, entered) == (before, ["in", "out"])
 
 
@@ -365,7 +365,7 @@ def test_nothing_to_work_with() -> None:
     raised = error_of(outcome)
     assert (type(raised), raised.args) == (OSError, ("gone",))
     assert raised is not error  # it would keep the frames of whoever it is raised to
-    assert (outcome.record.seq, outcome.record.epoch) == (5, 2)
+    assert (outcome.record.ticket, outcome.record.epoch) == (5, 2)
 
 
 def test_worker_init_fn_or_the_dataset_raises() -> None:

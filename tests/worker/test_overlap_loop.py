@@ -89,7 +89,7 @@ class Played:
         """Note what has become of a ticket."""
         outcome = held.pop()
         what = outcome.data if outcome.error is None else outcome.error
-        self.send(outcome.kind, (outcome.record.seq, what))  # type: ignore[arg-type]
+        self.send(outcome.kind, (outcome.record.ticket, what))  # type: ignore[arg-type]
 
     def mute(self) -> None:
         """Note nothing from now on."""

@@ -73,7 +73,7 @@ class Played:
             if outcome.kind == Kind.FAILURE
             else None
         )
-        self.sent.append((outcome.kind, outcome.record.seq, what))
+        self.sent.append((outcome.kind, outcome.record.ticket, what))
 
     def mute(self) -> None:
         """Nobody dies."""

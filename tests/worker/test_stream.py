@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 
 from asyncloader.engine.tracks import Track
 from asyncloader.messages.messages import WorkerSpec
-from asyncloader.messages.snapshot import Frozen, Keeper, Start
+from asyncloader.messages.snapshot import Frozen, Keeper, WorkerStart
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.worker.job import Job
 from asyncloader.worker.overlap import OverlapRun
@@ -77,10 +77,10 @@ def test_an_end_is_told_of_data_that_have_ended(
             else:
                 finished.append(job.samples)
 
-        def on_exhausted(seq: int) -> None:
+        def on_exhausted(ticket: int) -> None:
             assert not over
             assert not told
-            told.append(seq)
+            told.append(ticket)
 
         stream = Stream(
             Scripted(script, stubborn),
@@ -93,8 +93,8 @@ def test_an_end_is_told_of_data_that_have_ended(
             ),
             on_exhausted,
         )
-        for seq in range(10):
-            stream.add(seq, [None] * batch_size)
+        for ticket in range(10):
+            stream.add(ticket, [None] * batch_size)
         for turn in range(60):
             if turn == drop_after and not over:
                 over.append("dropped")
@@ -158,7 +158,7 @@ def test_a_run_that_was_not_begun_is_over_before_the_next() -> None:
 
     async def run() -> None:
         run = OverlapRun(SPEC, Seeder((0, 0, 0)), print, bool, print)  # type: ignore[arg-type]
-        stream = Stream(dataset, run, print, keeper=Keeper(dataset, 1, Start(0, state)))
+        stream = Stream(dataset, run, print, keeper=Keeper(dataset, 1, WorkerStart(0, state)))
         await stream.aclose(runs_on=True)
 
     asyncio.run(run())
@@ -173,7 +173,7 @@ class Worker:
         self.every = every
         self.batch_size = batch_size
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: WorkerStart) -> None:
         """Begin a run there."""
         self.iterator: Any = None  # the one of the run before is closed
         self.keeper = Keeper(self.dataset, self.every, start)
@@ -188,12 +188,12 @@ class Worker:
         self.has_ended = self.has_ended or len(batch) < self.batch_size
         return batch
 
-    def make(self, track: Track, seq: int) -> list[int]:
+    def make(self, track: Track, ticket: int) -> list[int]:
         """Read a batch, and note on the track where the worker is, as the session does."""
-        track.given(seq)
+        track.given(ticket)
         if batch := self.read():
             snapshot = self.keeper.take(ended=self.has_ended)
-            track.answered(seq, None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot)
+            track.answered(ticket, None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot)
         return batch
 
 
@@ -215,15 +215,15 @@ def test_another_worker_goes_on_as_the_one_before(
     """
     survivor = Worker(kind(length), every, batch_size)
     for left_after in runs:
-        track = Track(Start())
-        survivor.begin(Start())
-        seq = 0
-        while seq != left_after and survivor.make(track, seq):
-            seq += 1
-    track = Track(Start())
-    survivor.begin(Start())
-    for seq in range(made):
-        survivor.make(track, seq)
+        track = Track(WorkerStart())
+        survivor.begin(WorkerStart())
+        ticket = 0
+        while ticket != left_after and survivor.make(track, ticket):
+            ticket += 1
+    track = Track(WorkerStart())
+    survivor.begin(WorkerStart())
+    for ticket in range(made):
+        survivor.make(track, ticket)
     assume(track.start.snapshot is not None or not runs)
     successor = Worker(kind(length), every, batch_size)
     successor.begin(track.start)
@@ -231,5 +231,5 @@ def test_another_worker_goes_on_as_the_one_before(
         while batch := survivor.read():
             assert successor.read() == batch
         assert not successor.read()
-        survivor.begin(Start())
-        successor.begin(Start())
+        survivor.begin(WorkerStart())
+        successor.begin(WorkerStart())

@@ -255,10 +255,10 @@ class Pool(BasePool[WorkerProcess]):
         if not pickled:
             return refused
         self._outstanding[worker] += len(pickled)
-        loans, unsent = of_worker.lend(self._outstanding[worker]), {seq for seq, _ in refused}
-        for seq, keys in tickets:
-            if type(keys) is Slice and keys.slabs is not None and seq not in unsent:
-                of_worker.show((self._epoch.number, seq), keys.slabs)
+        loans, unsent = of_worker.lend(self._outstanding[worker]), {ticket for ticket, _ in refused}
+        for ticket, keys in tickets:
+            if type(keys) is Slice and keys.slabs is not None and ticket not in unsent:
+                of_worker.show((self._epoch.number, ticket), keys.slabs)
         process.channel.send(Kind.TICKETS, pack_tickets(pickled, loans))
         return refused
 
@@ -308,7 +308,7 @@ class Pool(BasePool[WorkerProcess]):
         worker = process.worker_id
         loans = self._loans[process]
         outcome = unpack(kind, body, loans.decode)
-        loans.answered((outcome.record.epoch, outcome.record.seq))
+        loans.answered((outcome.record.epoch, outcome.record.ticket))
         if self.listener is not None and outcome.record.epoch == self._epoch.number:
             self._outstanding[worker] -= 1
             self.listener.on_outcome(worker, outcome, arrived_at)

@@ -370,7 +370,7 @@ class WorkerProcess(Worker):
 
     # -------------------------------------------------------------------------------------------------- stacks
 
-    def _ask(self, seq: int) -> None:
+    def _ask(self, ticket: int) -> None:
         """Have the worker write the stacks of its threads. Before it is telling, the signal would kill it.
 
         faulthandler writes from inside the signal handler, so a worker that hangs in C code answers too. One whose loop
@@ -378,7 +378,7 @@ class WorkerProcess(Worker):
         """
         self._stack_start = len(self.output)
         if self.overlaps:
-            self.channel.send(Kind.WHERE, pickle.dumps(seq))
+            self.channel.send(Kind.WHERE, pickle.dumps(ticket))
         self._send_signal(STACK_SIGNAL)
 
     def _on_quiet(self) -> None:

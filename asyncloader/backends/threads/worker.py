@@ -101,7 +101,7 @@ class LocalWorker(Worker):
         self._home = loop if home is None else GuardedLoop(home, partial(_tell, loop))
         self._timer: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
-        self._first_seq: int | None = None
+        self._first_ticket: int | None = None
 
     def __repr__(self) -> str:
         return f"<LocalWorker {self.worker_id} {self.state.name}>"
@@ -247,8 +247,8 @@ class LocalWorker(Worker):
 
     def put(self, kind: int, contents: Any) -> None:
         """Send it a message."""
-        if kind == Kind.TICKETS and self._first_seq is None:
-            self._first_seq = contents[0][0]
+        if kind == Kind.TICKETS and self._first_ticket is None:
+            self._first_ticket = contents[0][0]
         self._transport.put(kind, contents)
 
     def _post(self, kind: int, body: Any) -> None:
@@ -271,8 +271,8 @@ class LocalWorker(Worker):
             self._silence = None
 
     def _tell_of_silence(self) -> None:
-        if self._first_seq is not None:
-            self.ask_stack(self._first_seq, self._log_silence)
+        if self._first_ticket is not None:
+            self.ask_stack(self._first_ticket, self._log_silence)
 
     def _log_silence(self, awaits: str) -> None:
         if self._silence is not None:
@@ -281,10 +281,10 @@ class LocalWorker(Worker):
 
     # ---------------------------------------------------------------------------------------------------- stacks
 
-    def _ask(self, seq: int) -> None:
+    def _ask(self, ticket: int) -> None:
         """Ask the worker's loop, if it has one: its tasks can be looked at safely only from the thread of the loop."""
         if isinstance(self._answering, OverlapLoop):
-            self._transport.put(Kind.WHERE, seq)
+            self._transport.put(Kind.WHERE, ticket)
         else:
             self._tell_stack()
 

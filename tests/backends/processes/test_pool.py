@@ -111,7 +111,7 @@ class Played:
 
     def outcome(self, outcome: Outcome, epoch: int) -> None:
         """Have what has become of a ticket of a run come."""
-        told = outcome._replace(record=NO_RECORD._replace(epoch=epoch, seq=outcome.record.seq))
+        told = outcome._replace(record=NO_RECORD._replace(epoch=epoch, ticket=outcome.record.ticket))
         kind, parts = pack(told)
         self.say(kind, b"".join(map(bytes, parts)))
 
@@ -131,7 +131,7 @@ class Heard:
         self.told.append(("ready", worker))
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        self.told.append((worker, outcome.record.seq, outcome.kind))
+        self.told.append((worker, outcome.record.ticket, outcome.kind))
 
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker, process.pid))
@@ -194,12 +194,12 @@ def make(slabs: SlabPool) -> Iterator[Make]:
 def tickets_of(process: Played) -> list[tuple[list[int], list[Any]]]:
     """Return what tickets were sent to a process: numbers and keys, message by message."""
     bodies = [unpack_tickets(body) for kind, body in process.channel.sent if kind == Kind.TICKETS]
-    return [([seq for seq, _ in tickets], [pickle.loads(keys) for _, keys in tickets]) for _, tickets in bodies]
+    return [([ticket for ticket, _ in tickets], [pickle.loads(keys) for _, keys in tickets]) for _, tickets in bodies]
 
 
-def left_out(seq: int) -> Outcome:
+def left_out(ticket: int) -> Outcome:
     """What has become of a ticket, at its shortest."""
-    return Outcome(Kind.LEFT_OUT, NO_RECORD._replace(seq=seq))
+    return Outcome(Kind.LEFT_OUT, NO_RECORD._replace(ticket=ticket))
 
 
 def test_each_is_told_of_as_it_is_started(make: Make) -> None:
@@ -291,17 +291,17 @@ def test_tickets_go_out_in_one_message_each_time(make: Make) -> None:
     assert not pool.send(1, [(0, [1, 2]), (1, [3])])
     assert tickets_of(second) == [([0, 1], [[1, 2], [3]])]
     assert first.channel.sent == []
-    ((seq, error),) = pool.send(1, [(2, lambda: None)])
-    assert seq == 2
+    ((ticket, error),) = pool.send(1, [(2, lambda: None)])
+    assert ticket == 2
     assert isinstance(error, (TypeError, AttributeError, pickle.PicklingError))
     assert len(tickets_of(second)) == 1
-    assert [seq for seq, _ in pool.send(1, [(3, lambda: None), (4, [4])])] == [3]
+    assert [ticket for ticket, _ in pool.send(1, [(3, lambda: None), (4, [4])])] == [3]
     assert tickets_of(second)[1:] == [([4], [[4]])]
     assert pool._outstanding == {0: 0, 1: 3}
-    for seq in (0, 1, 4):
-        second.outcome(left_out(seq), 0)
+    for ticket in (0, 1, 4):
+        second.outcome(left_out(ticket), 0)
     assert pool._outstanding == {0: 0, 1: 0}
-    assert heard.told[2:] == [(1, seq, Kind.LEFT_OUT) for seq in (0, 1, 4)]
+    assert heard.told[2:] == [(1, ticket, Kind.LEFT_OUT) for ticket in (0, 1, 4)]
 
 
 def test_outcomes_of_a_run_that_is_over_are_dropped(make: Make) -> None:

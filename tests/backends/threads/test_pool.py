@@ -62,7 +62,7 @@ class Heard:
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         data = outcome.data if outcome.kind == Kind.BATCH else outcome.kind
-        self.told.append((worker, outcome.record.seq, data))
+        self.told.append((worker, outcome.record.ticket, data))
 
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker))
