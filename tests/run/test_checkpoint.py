@@ -272,7 +272,7 @@ def test_datasets_that_outlast_a_run_are_where_it_left_them() -> None:
 def test_a_dataset_whose_state_cannot_be_taken_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """The state is made all the same."""
     progress = Progress(workers={0: WorkerStart()}, next_worker=0, key=(77, 3, 0))
-    give(progress, 0, worker=0, number=0, snapshot=Untold("TypeError: no pickle"), keys=[1, 2])
+    give(progress, 0, worker=0, in_stream=0, snapshot=Untold("TypeError: no pickle"), keys=[1, 2])
     checkpointer = checkpointer_of(settings_of(Counts()), progress)
     with caplog.at_level(logging.WARNING, logger="asyncloader"):
         assert checkpointer.state_dict()["version"] == 2

@@ -56,14 +56,14 @@ def test_a_batch_has_its_number_its_keys_and_its_times() -> None:
     item = make_run().item(5, [2, 3])
     assert item.outcome.kind == Kind.BATCH
     assert item.outcome.data == [4, 9]
-    assert (item.batch, item.number, item.keys) == (5, 5, [2, 3])
+    assert (item.batch, item.in_stream, item.keys) == (5, 5, [2, 3])
     assert item.times is not None
 
 
 def test_batches_of_a_stream_are_not_made_again_by_keys() -> None:
     """They are read over."""
     item = make_run(is_stream=True).item(5, [2, 3])
-    assert (item.batch, item.number, item.keys) == (5, -1, None)
+    assert (item.batch, item.in_stream, item.keys) == (5, -1, None)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyError(1)])
@@ -154,7 +154,7 @@ def test_a_system_exit_in_the_thread_is_told_to_the_consumer() -> None:
             run.kick()
             handoff.wait(lambda: bool(handoff.ready), None)
             item = handoff.ready.popleft()
-            assert item.batch == item.number == number
+            assert item.batch == item.in_stream == number
             if number == 0:
                 assert isinstance(item.open()[1], SystemExit)
             else:
