@@ -164,14 +164,14 @@ class InlineRun:
             aside: In the run's thread, where consumers hear of an interruption in place of the batch. In a consumer's
                 thread an interruption leaves the batch to the next maker.
         """
-        seq, keys = self.to_do[0]
+        batch, keys = self.to_do[0]
         try:
-            item = self.item(seq, keys)
+            item = self.item(batch, keys)
         except BaseException as error:
             if not aside:
                 self.is_torn = self._is_stream
                 raise
-            item = Item(Outcome(Kind.FAILURE, error=error), seq, 0, None, -1 if self._is_stream else seq)
+            item = Item(Outcome(Kind.FAILURE, error=error), batch, 0, None, -1 if self._is_stream else batch)
         del self.to_do[0]
         self.ready.append(item)  # no interrupt could come between the two
         del item  # what a sample has raised may refer to this frame, which refers to all of the run
@@ -219,30 +219,30 @@ class InlineRun:
 
     # --------------------------------------------------------------------------------------------------- a batch
 
-    def item(self, seq: int, keys: Any) -> Item:
+    def item(self, batch: int, keys: Any) -> Item:
         """Make a batch, or take what is raised in its place. An interruption passes through; then it can be made anew.
 
         Args:
-            seq: Number of the batch in the plan.
+            batch: Number of the batch in the plan.
             keys: The keys of its samples.
         """
         if self._knows_places:
-            keys = self.taking.progress.placed(seq, keys)
-        outcome = self._make(seq, keys) if self._aside is None else self._make_aside(seq, keys)
+            keys = self.taking.progress.placed(batch, keys)
+        outcome = self._make(batch, keys) if self._aside is None else self._make_aside(batch, keys)
         if self._pin is not None and outcome.kind == Kind.BATCH:
             outcome = self._pinned(outcome)
         if outcome.kind != Kind.BATCH:
             try:
-                return self._no_batch(outcome, seq, keys)
+                return self._no_batch(outcome, batch, keys)
             finally:
                 del outcome  # what a sample raises refers to this frame, and to those below
-        number, keys = (-1, None) if self._is_stream else (seq, keys)
-        return _new(Item, (outcome, seq, 0, perf_counter(), number, keys, True))
+        in_stream, keys = (-1, None) if self._is_stream else (batch, keys)
+        return _new(Item, (outcome, batch, 0, perf_counter(), in_stream, keys, True))
 
-    def _make_aside(self, seq: int, keys: Any) -> Outcome:
+    def _make_aside(self, batch: int, keys: Any) -> Outcome:
         assert self._aside is not None
         with self._aside():
-            return self._make(seq, keys)
+            return self._make(batch, keys)
 
     def _pinned(self, batch: Outcome) -> Outcome:
         """Return the batch in page-locked memory, or what that raises."""
@@ -252,7 +252,7 @@ class InlineRun:
         except Exception as error:
             return batch._replace(kind=Kind.FAILURE, data=None, error=error)
 
-    def _no_batch(self, outcome: Outcome, seq: int, keys: Any) -> Item:
+    def _no_batch(self, outcome: Outcome, batch: int, keys: Any) -> Item:
         """Return what comes in place of a batch."""
         if outcome.kind == Kind.EXHAUSTED:
             return Item(outcome)
@@ -262,7 +262,7 @@ class InlineRun:
         if outcome.kind == Kind.LEFT_OUT:
             bad = [sample.key for sample in outcome.bad]
             self.taking.limit.faults.left_out.append(bad if self._is_batched else bad[0])
-        return Item(outcome, seq, 0) if self._is_stream else Item(outcome, seq, 0, None, seq, keys)
+        return Item(outcome, batch, 0) if self._is_stream else Item(outcome, batch, 0, None, batch, keys)
 
 
 _runs: weakref.WeakSet[InlineRun] = weakref.WeakSet()
