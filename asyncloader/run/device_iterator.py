@@ -442,14 +442,14 @@ class DeviceIterator(ClosableIterator):
         """Send a batch to the device, and hold it for the consumer."""
         mark = None
         if item.outcome.kind == Kind.BATCH:
-            change = None if self._change is None else partial(self._change, item.seq)
+            change = None if self._change is None else partial(self._change, item.batch)
             try:
                 data, mark = self._device.send(item.outcome.data, change, joins=self._joins)
                 item = item._replace(outcome=item.outcome._replace(data=data))
                 self._joins = False
             except Exception as error:
                 error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-                item = failed(error, item.seq)
+                item = failed(error, item.batch)
         sent = _Sent(call, item, mark)
         del item
         meter = self._source.meter
