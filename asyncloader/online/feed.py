@@ -8,6 +8,7 @@ The producers' side is in `Intake`.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import pickle
 import secrets
@@ -332,14 +333,21 @@ class Feed(Outlet, SuppliesKeys[T]):
                 "version": 1,
                 "id": secrets.token_hex(8),
                 **identity.of(self),
-                "is_over": self._ledger.is_ending and not (units["ready"] or units["batches"]),
+                "is_over": self._ledger.is_ending and not units["ready"],
                 "pushed": self._pushed,
                 "source": None if self._source is None else self._source.state_dict(),
                 "units": pickle.dumps(units, pickle.HIGHEST_PROTOCOL),
             }
 
     def _state_identity(self) -> dict[str, Any]:
-        return {"group_size": self.group_size}
+        return {"group_size": self.group_size, "has_source": self._source is not None}
+
+
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Feed.__init__).parameters.items()}
+_NEEDS = {
+    "source": ("window", "max_retries", "lease_timeout"),
+    "max_staleness": ("steps_per_version", "on_stale"),
+}
 
 
 def _rules(given: dict[str, Any]) -> Rules:
@@ -375,5 +383,12 @@ def _rules(given: dict[str, Any]) -> Rules:
             f"a batch of {given['batch_size']} samples could never be formed: max_samples should be at least batch_size"
             + ("" if ranks == 1 else f", for each of {ranks} ranks")
         )
+    for needed, names in _NEEDS.items():
+        if given[needed] is None:
+            for name in names:
+                if given[name] != _DEFAULTS[name]:
+                    raise ConfigurationError(f"{name} has no effect without {needed}")
+    if given["on_stale"] == "recycle" and given["source"] is None:
+        raise ConfigurationError('on_stale="recycle" has no effect without source: there are no items to lease again')
     same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last", "seed")
     return Rules(size, limit, staleness, steps, ranks=ranks, **{name: given[name] for name in same})

@@ -146,17 +146,17 @@ class FeedHandle:
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
     ) -> None:
         """Put a sample, or the list of a group; wait until there is room: see :meth:`Feed.put`."""
-        await asyncio.wrap_future(self._send("put", (samples, version, cost, priority)))
+        await asyncio.wrap_future(self._send("put", (samples, self._made_with(version), cost, priority)))
 
     async def put_many(self, many: Iterable[Any], *, version: int | None = None) -> None:
         """Put many samples, or groups, in one message: see :meth:`Feed.put_many`."""
-        await asyncio.wrap_future(self._send("put_many", (list(many), version)))
+        await asyncio.wrap_future(self._send("put_many", (list(many), self._made_with(version))))
 
     def put_sync(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
     ) -> None:
         """Put a sample, or a group, from a thread, which waits until there is room: see :meth:`Feed.put`."""
-        self._send("put", (samples, version, cost, priority)).result()
+        self._send("put", (samples, self._made_with(version), cost, priority)).result()
 
     @property
     def version(self) -> int:
@@ -212,6 +212,9 @@ class FeedHandle:
         """Have what is leased be leased again."""
         with suppress(FeedClosedError):
             self._send("give_back", (lease, failed))
+
+    def _made_with(self, version: int | None) -> int:
+        return self.version if version is None else version
 
     # What ranks call.
 

@@ -10,11 +10,11 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from os import PathLike
 from time import monotonic
-from typing import Any
+from typing import Any, SupportsFloat
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.errors import FeedClosedError, FeedFullError
@@ -89,14 +89,15 @@ class Intake:
         self._check_source()
         return Leases(self)
 
-    async def put(
+    def put(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
-    ) -> None:
+    ) -> Coroutine[Any, Any, Any]:
         """Put a sample, or the list of a group, that was made without a lease; wait until there is room.
 
         Args:
             samples: One sample; with ``group_size`` a list of so many.
-            version: Of the weights that made them, the oldest of them; by default the newest.
+            version: Of the weights that made them, the oldest of them; by default that of the feed at the call, not
+                when there is room.
             cost: Of all of them, tokens for example; by default their number.
             priority: With ``order="priority"``: those with more come first.
 
@@ -104,11 +105,11 @@ class Intake:
             FeedClosedError: if the feed is closed.
             ValueError: if the feed cannot take them.
         """
-        await self._until(self._putting([samples], version, cost, priority), self._putters)
+        return self._until(self._putting([samples], version, cost, priority), self._putters)
 
-    async def put_many(self, many: Iterable[Any], *, version: int | None = None) -> None:
+    def put_many(self, many: Iterable[Any], *, version: int | None = None) -> Coroutine[Any, Any, Any]:
         """Put many samples, or groups, one after the other: see `put`. Those before an error are put."""
-        await self._until(self._putting(list(many), version, None, 0.0), self._putters)
+        return self._until(self._putting(list(many), version, None, 0.0), self._putters)
 
     def put_nowait(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
@@ -152,25 +153,29 @@ class Intake:
     ) -> Callable[[], object | None]:
         """Return what puts these, as far as there is room, with the lock held; the function returns None if not all."""
         left = deque(many)
+        # Whoever waits for room waits while weights are updated: the sample was made with those of before.
+        made_with = self._ledger.version if version is None else version
 
         def put() -> object | None:
             while left:
-                if self._ledger.closed:
-                    raise self._closed_error()
-                own = self._ledger.version if version is None else version
-                unit = self._checked(left[0], own, cost)
+                self._check_open()
+                # A state that was loaded meanwhile may have taken the version back.
+                own = min(made_with, self._ledger.version) if version is None else made_with
+                unit = self._checked(left[0], own, cost, priority)
                 if not self._ledger.has_room:
                     return None
-                self._write("put", self._pushed, (*unit, priority))
-                self._ledger.put(*unit, priority, number=self._pushed)
+                self._write("put", self._pushed, unit)
+                self._ledger.put(*unit, number=self._pushed)
                 self._pushed += 1
                 left.popleft()
             return True
 
         return put
 
-    def _checked(self, samples: Any, version: int, cost: float | None) -> tuple[list[Any], int, float]:
-        """Return the samples of a unit as a list, their version, and their cost.
+    def _checked(
+        self, samples: Any, version: int, cost: float | None, priority: float
+    ) -> tuple[list[Any], int, float, float]:
+        """Return the samples of a unit as a list, their version, their cost, and their priority.
 
         Raises:
             ValueError: for what no feed like this can take.
@@ -184,10 +189,13 @@ class Intake:
             raise ValueError(
                 f"version should be an integer from 0 to that of the feed, {self._ledger.version}, but got {version!r}"
             )
-        most = self._ledger.rules.max_cost
-        if most is not None and (cost is None or cost > most):
+        most, order = self._ledger.rules.max_cost, self._ledger.rules.order
+        if most is not None and (cost is None or _checked_cost(cost) > most):
             raise ValueError(f"cost should be at most max_cost, {most}, but got {cost!r}")
-        return list(samples), version, float(len(samples)) if cost is None else _checked_cost(cost)
+        cost = float(len(samples)) if cost is None else _checked_cost(cost)
+        if (priority := _checked_priority(priority)) and order != "priority":
+            raise ValueError(f'priority is for order="priority": with {order!r} it has no effect')
+        return list(samples), version, cost, priority
 
     def _check_source(self) -> None:
         if self._source is None:
@@ -195,8 +203,7 @@ class Intake:
 
     def _try_lease(self) -> Unit | None:
         ledger = self._ledger
-        if ledger.closed:
-            raise self._closed_error()
+        self._check_open()
         unit = ledger.lease() if ledger.pending else None
         assert self._source is not None
         while unit is None and ledger.has_room and not (ledger.source_over or self._source.waits):
@@ -235,9 +242,17 @@ class Intake:
         if found is None:
             self._ledger.drop(unit.lease)
         else:
-            samples, version, cost, priority = found
-            self._ledger.put(samples, version, cost, priority, unit.lease)
+            self._ledger.put(*self._as_of_now(*found), unit.lease)
         return True
+
+    def _as_of_now(
+        self, samples: list[Any], version: int, cost: float, priority: float
+    ) -> tuple[list[Any], int, float, float]:
+        """Return what was put with a version that a resumed run has not come to as if it had this run's version.
+
+        The weights of that version are gone. The bound, and ages, know no samples from the future.
+        """
+        return samples, min(version, self._ledger.version), cost, priority
 
     def _recover_all(self, pushed: int) -> None:
         """Take what was put before a crash, and after a state: without leases from a number on, and for its items."""
@@ -246,8 +261,7 @@ class Intake:
             return
         for number in self._spill.numbers("put"):
             if number >= pushed:
-                samples, version, cost, priority = self._spill.read("put", number)
-                self._ledger.put(samples, version, cost, priority, number=number)
+                self._ledger.put(*self._as_of_now(*self._spill.read("put", number)), number=number)
                 self._pushed = number + 1
         for _ in range(len(self._ledger.pending)):
             unit = self._ledger.lease()
@@ -272,10 +286,9 @@ class Intake:
     def put_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
         """Put what was made under a lease."""
         with Change(self), self._lock:
-            if self._ledger.closed:
-                raise self._closed_error()
+            self._check_open()
             unit = self._ledger.running(lease)
-            content = (*self._checked(samples, version, cost), priority)
+            content = self._checked(samples, version, cost, priority)
             self._write("item", unit.number, content)
             self._ledger.put(*content, lease)
 
@@ -354,7 +367,7 @@ class Intake:
             items = len(ledger.pending) + (0 if no_items else room)
             everybody = len(self._leasers) + len(self._putters)
             wakes += first(self._leasers, everybody if ledger.is_settled else items)
-            wakes += first(self._putters, everybody if ledger.closed else room)
+            wakes += first(self._putters, everybody if ledger.closed or ledger.ended else room)
         if (self._tells or self._readers) and (ledger.can_take() or ledger.is_over):
             wakes += first(self._readers, len(self._readers))
             wakes += self._tells
@@ -363,6 +376,12 @@ class Intake:
         self._producers_wait.turn(bool(self._leasers or self._putters))
         self._trainer_waits.turn(bool(self._tells or self._readers) and ledger.done == ledger.formed)
         return wakes
+
+    def _check_open(self) -> None:
+        if self._ledger.closed:
+            raise self._closed_error()
+        if self._ledger.ended:
+            raise FeedClosedError("the feed takes no more: its source has ended, and the trainer was told so")
 
     def _closed_error(self) -> FeedClosedError:
         error = FeedClosedError(f"the feed takes no more: {self._closed_by}")
@@ -378,9 +397,15 @@ def _item_came(feed: weakref.ref[Intake]) -> None:
             alive._source.waits = False
 
 
-def _checked_cost(cost: float) -> float:
-    if not 0 <= (checked := float(cost)) < math.inf:
+def _checked_cost(cost: Any) -> float:
+    if not isinstance(cost, SupportsFloat) or not 0 <= (checked := float(cost)) < math.inf:
         raise ValueError(f"cost should be a number of at least 0, but got {cost!r}")
+    return checked
+
+
+def _checked_priority(priority: Any) -> float:
+    if not isinstance(priority, SupportsFloat) or math.isnan(checked := float(priority)):
+        raise ValueError(f"priority should be a number, but got {priority!r}")
     return checked
 
 

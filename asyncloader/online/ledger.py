@@ -119,6 +119,7 @@ class Ledger:
         pending: Of these, those that wait for a producer; they come before new ones.
         source_over: The source has no more items.
         closed: Nothing more is leased or put.
+        ended: The consumer was given the end; nor is anything leased or put then, until another one begins.
         counts: Units by what became of them: "trained", "stale", "dropped", "failed". Beside these, "recycled" counts
             units that were too old and leased again, and "late" those that were trained beyond the bound.
         costs: What they cost, where that is known.
@@ -131,14 +132,13 @@ class Ledger:
         self.formed = self.done = 0
         self.units: dict[int, Unit] = {}
         self.pending: deque[Unit] = deque()
-        self.source_over = self.closed = False
+        self.source_over = self.closed = self.ended = False
         self.counts: Counter[str] = Counter()
         self.costs: defaultdict[str, Costs] = defaultdict(Costs)
         self.ages: Counter[int] = Counter()
         self._running: dict[int, Unit] = {}  # by lease
         self._ready: dict[int, Unit] = {}  # by id, in the order in which they came
         self._batches: deque[list[Unit]] = deque()  # from number `done` on
-        self._again: deque[list[Unit]] = deque()  # batches that were formed, and not trained, before a new beginning
         self._next_id = self._next_lease = 0
         self._choice: list[Unit] | None = None  # the next batch, if that is known
         # Units that were not trained yet, by version.
@@ -160,7 +160,7 @@ class Ledger:
     @property
     def num_ready(self) -> int:
         """How many units wait for the trainer."""
-        return len(self._ready) + sum(map(len, self._again))
+        return len(self._ready)
 
     @property
     def num_in_batches(self) -> int:
@@ -174,8 +174,8 @@ class Ledger:
     @property
     def is_settled(self) -> bool:
         """Whether no unit will be leased any more."""
-        may_return = self.rules.on_stale == "recycle" and (self._ready or self._again)
-        return self.closed or (self.source_over and not (self.pending or self._running or may_return))
+        may_return = self.rules.on_stale == "recycle" and self._ready
+        return self.closed or self.ended or (self.source_over and not (self.pending or self._running or may_return))
 
     def lease(self, item: Any = NOTHING, number: int = 0) -> Unit:
         """Lease an item of the source, where there is room; without one, the first unit that is pending."""
@@ -240,7 +240,7 @@ class Ledger:
     def _end_lease(self, lease: int) -> Unit:
         unit = self.running(lease)
         del self._running[lease]
-        self._new_running[unit.version] -= 1
+        _uncount(self._new_running, unit.version)
         unit.lease, self._choice = None, None
         return unit
 
@@ -260,7 +260,7 @@ class Ledger:
     def _unready(self, unit: Unit) -> None:
         del self._ready[unit.id]
         if not unit.uses:
-            self._new_ready[unit.version] -= 1
+            _uncount(self._new_ready, unit.version)
         self._choice = None
 
     def _settle(self, unit: Unit, outcome: str, cost: float | None) -> None:
@@ -283,8 +283,10 @@ class Ledger:
     @property
     def is_over(self) -> bool:
         """Whether there is no batch, and none will come."""
+        if self.ended:
+            return True
         may_return = self.rules.max_uses > 1 and self._batches
-        if not self.is_ending or self._again or may_return:
+        if not self.is_ending or may_return:
             return False
         return not self._ready or (self.rules.drop_last and not self.can_take() and self.done == self.formed)
 
@@ -305,17 +307,22 @@ class Ledger:
         """Form the next batch, if `can_take`."""
         if not self.can_take() or (batch := self._choice) is None:
             raise RuntimeError("there is no batch")
-        if self._again and batch is self._again[0]:
-            self._again.popleft()
-        else:
-            for unit in batch:
-                self._unready(unit)
+        for unit in batch:
+            self._unready(unit)
         self._batches.append(batch)
         self.formed += 1
         self._choice = None
         if self.formed - 1 == self.done:
             self._note_age(batch)
         return batch
+
+    def can_answer(self, number: int) -> bool:
+        """Whether the consumer can be given a batch of this number, or the end. From then on it can, whatever comes."""
+        if number == self.formed and self.can_take():
+            self.take()
+        is_there = number < self.formed
+        self.ended = self.ended or (not is_there and self.is_over)
+        return is_there or self.ended
 
     def finish(self, done: int) -> None:
         """Note that the consumer asks for batch number `done`: those before are trained."""
@@ -332,10 +339,13 @@ class Ledger:
         self._choice = None
 
     def begin(self) -> None:
-        """Have batches that were formed and not trained be formed again: their consumer has left."""
-        self._again.extendleft(reversed(self._batches))
+        """Have the units of batches that are not trained wait again, before all others: their consumer has left."""
+        others, self._ready = self._ready, {}
+        for unit in chain.from_iterable(self._batches):
+            self._accept(unit)
+        self._ready.update(others)
         self._batches.clear()
-        self.formed, self._choice = self.done, None
+        self.formed, self.ended, self._choice = self.done, False, None
 
     def _note_age(self, batch: list[Unit]) -> None:
         """Note how old a batch is that the consumer asks for."""
@@ -374,9 +384,6 @@ class Ledger:
     def _choose(self) -> list[Unit] | None:
         """Return the next batch; None if the trainer has to wait for it."""
         rules, ending = self.rules, self.is_ending
-        if self._again and (found := self._choose_again()) is not NOTHING:
-            again: list[Unit] | None = found
-            return again
         if not self._ready or (len(self._ready) < rules.size and not ending and rules.max_cost is None):
             return None
         if (musts := self._musts()) is None:
@@ -394,18 +401,6 @@ class Ledger:
         is_whole = len(within) == rules.size or len(within) < len(chosen)
         return within if within and (is_whole or (ending and not rules.drop_last)) else None
 
-    def _choose_again(self) -> Any:
-        """Return the batch that was formed before, or None to wait; `NOTHING` if its units go other ways now."""
-        batch, most = self._again[0], self.rules.max_staleness
-        if most is None or all(self._version_at(self.formed) - unit.version <= most for unit in batch):
-            return batch
-        if self.formed > self.done:
-            return None
-        self._again.popleft()
-        for unit in batch:
-            self._accept(unit)
-        return self._choose()
-
     def _musts(self) -> list[tuple[int, int]] | None:
         """Return how many units of each version, or older, have to be in the next batch, so that none gets too old.
 
@@ -418,10 +413,7 @@ class Ledger:
         at = self._version_at(self.formed)
         for version in sorted(self._new_ready.keys() | self._new_running.keys()):
             new_ready, new_running = self._new_ready[version], 0 if self.closed else self._new_running[version]
-            if not (new_ready or new_running):
-                del self._new_ready[version], self._new_running[version]
-                continue
-            if version + most < self.version:  # too old in any case
+            if not (new_ready or new_running) or version + most < self.version:  # too old in any case
                 continue
             if version + most < at:  # not too old yet: trained soon, or never
                 return None
@@ -439,10 +431,10 @@ class Ledger:
         if self.rules.max_uses > 1 and (most := self.rules.max_staleness) is not None:
             oldest = self._version_at(self.formed) - most
             ready = [unit for unit in ready if not unit.uses or unit.version >= oldest]
-        waited_for = [unit.id for unit in (*self.pending, *(() if self.closed else self._running.values()))]
+        waited_for = () if self.closed else (*self.pending, *self._running.values())
         if self.rules.window is None or not waited_for:
             return ready
-        end = min(waited_for) + self.rules.window
+        end = min(unit.id for unit in waited_for) + self.rules.window
         return [unit for unit in ready if unit.id < end]
 
     def _in_order(self, units: Iterable[Unit]) -> Iterable[Unit]:
@@ -477,7 +469,7 @@ class Ledger:
     def state(self, done: int) -> dict[str, Any]:
         """Return what is not settled as the batches before number `done` are trained. Units that run are pending."""
         trained = list(islice(self._batches, max(0, done - self.done)))
-        batches = [*islice(self._batches, len(trained), None), *self._again]
+        formed = [unit.id for batch in islice(self._batches, len(trained), None) for unit in batch]
         counts, costs = self.counts.copy(), Costs.of(self.costs["trained"].state())
         again: list[Unit] = []
         gone: set[int] = set()
@@ -498,16 +490,11 @@ class Ledger:
             "costs": {name: each.state() for name, each in {**self.costs, "trained": costs}.items()},
             "ages": dict(self.ages),
             "units": [_written(unit, unit.id in used) for unit in self.units.values() if unit.id not in gone],
-            "ready": [unit.id for unit in (*self._ready.values(), *again)],
-            "batches": [[unit.id for unit in batch] for batch in batches],
-            "shape": (self.rules.size, self.rules.ranks),
+            "ready": [*formed, *self._ready, *(unit.id for unit in again)],
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state, in place of what there is. Leases that were given out before have ended.
-
-        Batches that were formed for another number of units or ranks are formed anew.
-        """
+        """Go on from a state, in place of what there is. Leases that were given out before have ended."""
         self.version, self._next_id, self.source_over = state["version"], state["next_id"], state["source_over"]
         self.counts, self.ages = Counter(state["counts"]), Counter(state["ages"])
         self.costs = defaultdict(Costs, {name: Costs.of(each) for name, each in state["costs"].items()})
@@ -520,16 +507,19 @@ class Ledger:
         self._new_ready.clear()
         self._batches.clear()
         self.done = self.formed = state["done"]
-        batches = [[self.units[number] for number in batch] for batch in state["batches"]]
-        is_alike = state["shape"] == (self.rules.size, self.rules.ranks)
-        self._again = deque(batches if is_alike else ())
-        for unit in () if is_alike else chain.from_iterable(batches):
-            self._make_ready(unit)
+        self.ended = False
+        self.pending.clear()
+        waiting = {*state["ready"]}
+        self.pending.extend(unit for number, unit in self.units.items() if number not in waiting)
         for number in state["ready"]:
-            self._make_ready(self.units[number])
-        placed = {*state["ready"], *(unit.id for batch in batches for unit in batch)}
-        self.pending = deque(unit for number, unit in self.units.items() if number not in placed)
+            self._accept(self.units[number])
         self._choice = None
+
+
+def _uncount(counts: Counter[int], version: int) -> None:
+    counts[version] -= 1
+    if not counts[version]:  # there are ever more versions
+        del counts[version]
 
 
 def _written(unit: Unit, was_used: bool) -> tuple[Any, ...]:

@@ -91,10 +91,13 @@ class Outlet(Intake):
                 self._ledger.finish(self._next_given())
 
     def arrived(self, reader: Any, tell: Callable[[], object]) -> bool:
-        """Return whether a reader gets a batch, the end or an error without waiting; if not, tell it when it does."""
+        """Return whether a reader gets a batch, the end or an error without waiting; if not, tell it when it does.
+
+        A reader that was promised an answer reads it with the lock of its run held, which the trainer needs to ask for
+        a batch. So it must not wait then, and an update of the version in between must not take the answer back.
+        """
         with Change(self), self._lock:
-            is_there = reader.number < self._ledger.formed or self._ledger.can_take()
-            if is_there or self._ledger.is_over or self.ends_at_once or self._reader() is not reader:
+            if self._reader() is not reader or self.ends_at_once or self._ledger.can_answer(reader.number):
                 return True
             self._tells.append(tell)
             return False
@@ -125,13 +128,13 @@ class Outlet(Intake):
         ledger = self._ledger
         if self._reader() is not reader:
             raise other_has_begun()
-        if number == ledger.formed and ledger.can_take():
-            ledger.take()
+        if not ledger.can_answer(number):
+            return None
         if number < ledger.formed:
             return ledger.batch(number)
-        if ledger.is_over and self._error is not None:
+        if self._error is not None:
             raise self._closed_error()
-        return [] if ledger.is_over else None
+        return []
 
     def _next_given(self) -> int:
         """Return the number of the first batch that no consumer was given."""

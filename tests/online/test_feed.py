@@ -10,6 +10,8 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +31,11 @@ WORKERS = [
 def with_version(sample: Sample[int]) -> tuple[int, int]:
     """Make a sample of what was put: that, and its version."""
     return sample.value, sample.version
+
+
+def first_of(samples: list[Any]) -> Any:
+    """Collate a batch of one sample."""
+    return samples[0]
 
 
 async def produce(feed: Feed[Any]) -> None:
@@ -381,6 +388,12 @@ def test_bad_input() -> None:
         ({"max_cost": 0}, "max_cost should be a number above 0"),
         ({"source": 3}, "source should be an iterable of items"),
         ({"fn": 3}, "fn should be a function of a Sample"),
+        ({"window": 3}, "window has no effect without source"),
+        ({"max_retries": 1}, "max_retries has no effect without source"),
+        ({"lease_timeout": 1.0}, "lease_timeout has no effect without source"),
+        ({"on_stale": "keep"}, "on_stale has no effect without max_staleness"),
+        ({"steps_per_version": 2}, "steps_per_version has no effect without max_staleness"),
+        ({"on_stale": "recycle", "max_staleness": 1}, 'on_stale="recycle" has no effect without source'),
     ],
 )
 def test_what_cannot_work(options: dict[str, Any], words: str) -> None:
@@ -403,6 +416,107 @@ def test_a_workers_copy_makes_samples_only() -> None:
     copy = pickle.loads(pickle.dumps(Feed(range(3), batch_size=1, fn=with_version)))
     assert copy[(0, 0, 7, 0, "x")] == ("x", 7)
     assert not hasattr(copy, "lease")
+
+
+def in_time(act: Any) -> Any:
+    """Return what a thread's call returns, or raises; fail if that waits."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(act).result(20)
+    finally:
+        pool.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("update", [1, 5])
+def test_a_batch_that_was_promised(update: int) -> None:
+    """An update of the weights between the promise and the reading does not take it back.
+
+    The thread of a producer reads with the lock of the run held, and the trainer needs that lock to ask on.
+    """
+    feed = Feed(range(9), batch_size=1, max_staleness=1)
+    keys = iter(feed.make_batch_sampler())
+    with feed.lease() as first, feed.lease() as second:
+        first.put("a")
+        assert [key[4] for key in next(keys)] == ["a"]
+        second.put("b")
+        assert keys.arrived(1, lambda: None)
+        feed.version = update
+        assert [key[4] for key in in_time(partial(next, keys))] == ["b"]
+
+
+@pytest.mark.parametrize("event", ["nothing", "a jump", "a push", "a state", "another loop"])
+def test_an_end_that_was_promised(event: str) -> None:
+    """Whatever comes between the promise and the reading; and producers are told."""
+    feed = Feed(range(3), batch_size=2, max_staleness=0, on_stale="recycle", drop_last=True)
+    keys = iter(feed.make_batch_sampler())
+    with producing(feed, 1):
+        in_time(partial(next, keys))
+        state = feed.state_dict()
+        keys.follow(lambda: 1)
+        keys.asked()
+        wait_until(lambda: keys.arrived(1, lambda: None))
+    if event == "a jump":
+        feed.version = 7  # which would have the last item leased again
+    if event == "a push":
+        with pytest.raises(FeedClosedError, match="the trainer was told so"):
+            feed.put_nowait(8)
+    if event == "a state":
+        feed.load_state_dict(state)
+    if event == "another loop":
+        iter(feed.make_batch_sampler())
+    with pytest.raises(LoaderClosedError if event in ("a state", "another loop") else StopIteration):
+        in_time(partial(next, keys))
+
+
+async def test_the_version_is_that_of_the_call() -> None:
+    """A sample that waits for room was made with the weights of before; also one whose task has not begun yet."""
+    feed = Feed(batch_size=1, max_samples=1, fn=with_version)
+    feed.put_nowait("first")
+    handle = feed.handle()
+    tasks = [asyncio.create_task(feed.put("task")), asyncio.create_task(feed.put_many(["many"]))]
+    feed.version = 1
+    tasks += [asyncio.create_task(asyncio.to_thread(feed.put_sync, "thread"))]
+    await asyncio.to_thread(wait_until, lambda: feed.stats().producers_waiting == 3)
+    assert handle.version == 1
+    tasks += [asyncio.create_task(handle.put("handle"))]
+    await asyncio.to_thread(wait_until, lambda: feed.stats().producers_waiting == 4)
+    feed.version = 2
+    found = {}
+    async for value, version in DataLoader(feed, collate_fn=first_of):
+        found[value] = version
+        if len(found) == 5:
+            break
+    await asyncio.gather(*tasks)
+    assert found == {"first": 0, "task": 0, "many": 0, "thread": 1, "handle": 1}
+    handle.close()
+    feed.close()
+
+
+async def test_a_state_takes_back_the_version_of_who_waits() -> None:
+    """A sample is never newer than the weights."""
+    feed = Feed(batch_size=1, max_samples=1, fn=with_version)
+    state = feed.state_dict()
+    feed.version = 3
+    feed.put_nowait("first")
+    waiting = asyncio.create_task(feed.put("waiting"))
+    await asyncio.sleep(0)
+    feed.load_state_dict(state)
+    await waiting
+    feed.close()
+    assert list(DataLoader(feed, collate_fn=first_of)) == [("waiting", 0)]
+
+
+@pytest.mark.parametrize("priority", ["high", None, float("nan"), [1]])
+def test_a_priority_that_is_none(priority: Any) -> None:
+    """It is refused, and what others put is trained."""
+    feed = Feed(batch_size=1, order="priority", max_samples=2)
+    with pytest.raises(ValueError, match="priority should be a number"):
+        feed.put_nowait(0, priority=priority)
+    feed.put_nowait(1, priority=1)
+    feed.close()
+    assert torch.cat(list(DataLoader(feed))).tolist() == [1]
+    with pytest.raises(ValueError, match='priority is for order="priority"'):
+        Feed(batch_size=1).put_nowait(0, priority=1)
 
 
 # ------------------------------------------------------------------------------------------------ order and batches
@@ -463,6 +577,19 @@ def test_a_window() -> None:
         slow.put(0)
     feed.close()
     assert torch.cat(list(iterator)).tolist() == [3, 4, 5, 0]
+
+
+def test_a_window_of_a_feed_that_is_closed() -> None:
+    """Nobody will make what was given back, so nobody waits for it."""
+    feed = Feed(range(6), batch_size=2, max_samples=6, window=2)
+    with feed.lease() as slow:
+        fill(feed, 4)
+        slow.retry()
+    feed.close()
+    keys = iter(feed.make_batch_sampler())
+    assert [key[4] for _ in range(2) for key in in_time(partial(next, keys))] == [1, 2, 3, 4]
+    with pytest.raises(StopIteration):
+        in_time(partial(next, keys))
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -555,6 +682,31 @@ def test_the_state_of_the_feed_alone() -> None:
     assert next(iter(DataLoader(other))).tolist() == [3, 4, 5]
     with pytest.raises(StateMismatchError, match="group_size"):
         Feed(Prompts(), batch_size=2, group_size=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_a_state_for_another_batch_size(size: int) -> None:
+    """What was formed for batches of four, and not trained, is in batches of the new size, in the same order."""
+    feed = Feed(batch_size=4, max_samples=12)
+    for n in range(12):
+        feed.put_nowait(n)
+    loader = DataLoader(feed, num_workers=1, worker_backend="thread")
+    assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+    state = loader.state_dict()
+    again = Feed(batch_size=size, max_samples=12)
+    resumed = DataLoader(again)
+    resumed.load_state_dict(state)
+    again.close()
+    batches = [batch.tolist() for batch in resumed]
+    assert batches == [[*range(n, min(12, n + size))] for n in range(4, 12, size)]
+
+
+def test_a_state_of_a_feed_with_another_source() -> None:
+    """With a source, its items are leased again; without one, nobody could."""
+    with_source, without = Feed(range(3), batch_size=1), Feed(batch_size=1)
+    for feed, other in ((with_source, without), (without, with_source)):
+        with pytest.raises(StateMismatchError, match="has_source"):
+            feed.load_state_dict(other.state_dict())
 
 
 def test_leases_of_before_a_state_have_ended() -> None:

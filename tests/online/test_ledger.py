@@ -18,15 +18,15 @@ from tests import effort
 
 def check(ledger: Ledger) -> None:
     """See that each unit is in one place, and the counts are those of the places."""
-    batches = [unit for batch in (*ledger._batches, *ledger._again) for unit in batch]
+    batches = [unit for batch in ledger._batches for unit in batch]
     places = [*ledger.pending, *ledger._running.values(), *ledger._ready.values(), *batches]
     assert sorted(unit.id for unit in places) == sorted(ledger.units)
     assert all(ledger.units[unit.id] is unit for unit in places)
     assert len(ledger.units) <= ledger.rules.limit
     assert len(ledger._batches) == ledger.formed - ledger.done
     assert all(unit.samples for unit in (*ledger._ready.values(), *batches))
-    assert +ledger._new_running == Counter(unit.version for unit in ledger._running.values())
-    assert +ledger._new_ready == Counter(unit.version for unit in ledger._ready.values() if not unit.uses)
+    assert ledger._new_running == Counter(unit.version for unit in ledger._running.values())
+    assert ledger._new_ready == Counter(unit.version for unit in ledger._ready.values() if not unit.uses)
     settled = ("trained", "stale", "dropped", "failed")
     assert ledger._next_id == len(ledger.units) + sum(ledger.counts[name] for name in settled)
 
@@ -58,10 +58,13 @@ class Play(RuleBasedStateMachine):
         self.ledger = Ledger(self.rules)
         self.items = 0
         self.is_trained = False  # the trainer holds a batch
+        self.read, self.is_promised = 0, False  # by the loader: the number of its next batch, or the end
         self.first = self.given = 0  # batches: before those of this reader, and of this reader given to the trainer
         self.since_update = 0
         self.uses: Counter[int] = Counter()
         self.saved: Any = None
+        # The source, and the feed, end after so many items.
+        self.ends_after, self.closes_after = (data.draw(st.sampled_from([0, 2, 5, 12])) for _ in range(2))
 
     # -------------------------------------------------------------------------------------------------- producers
 
@@ -69,7 +72,7 @@ class Play(RuleBasedStateMachine):
     def lease(self) -> None:
         """A producer asks for a lease."""
         ledger = self.ledger
-        if ledger.closed:
+        if ledger.closed or ledger.ended:
             return
         if ledger.pending:
             unit = ledger.lease()
@@ -99,7 +102,7 @@ class Play(RuleBasedStateMachine):
     def push(self, priority: int) -> None:
         """A sample comes without a lease."""
         ledger = self.ledger
-        if ledger.has_room and not ledger.is_ending:
+        if ledger.has_room and not (ledger.closed or ledger.ended):
             ledger.put([ledger._next_id], ledger.version, 1, priority)
 
     @rule(data=st.data(), failed=st.booleans())
@@ -119,23 +122,31 @@ class Play(RuleBasedStateMachine):
     # ---------------------------------------------------------------------------------------------------- trainer
 
     @rule()
+    def promise(self) -> None:
+        """The loader asks whether it is given a batch, or the end, without waiting."""
+        self.is_promised = self.ledger.can_answer(self.read)
+
+    @rule()
     def take(self) -> None:
-        """The loader reads on."""
-        if self.ledger.can_take():
-            batch = self.ledger.take()
+        """The loader reads what it was promised, whatever has come since."""
+        ledger = self.ledger
+        if self.is_promised and not ledger.ended:
+            batch = ledger.batch(self.read)
             assert 0 < len(batch) <= self.rules.size
             assert len({unit.id for unit in batch}) == len(batch)
+            self.read += 1
+            self.is_promised = False
 
     @rule()
     def ask(self) -> None:
         """The trainer asks for its next batch, and is given it if it is there."""
-        ledger = self.ledger
-        ledger.finish(self.first + self.given)
+        self.ledger.finish(self.first + self.given)
         self.is_trained = False
-        if ledger.formed == ledger.done and ledger.can_take():
-            ledger.take()
-        if ledger.formed > ledger.done:
-            self._train(ledger.batch(ledger.done))
+        if self.read == self.first + self.given:
+            self.promise()
+            self.take()
+        if self.read > self.first + self.given:
+            self._train(self.ledger.batch(self.ledger.done))
 
     def _train(self, batch: list[Unit]) -> None:
         self.given += 1
@@ -165,7 +176,11 @@ class Play(RuleBasedStateMachine):
         """The trainer leaves, and comes again."""
         self.ledger.finish(self.first + self.given)
         self.ledger.begin()
-        self.first, self.given, self.is_trained = self.ledger.formed, 0, False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.first = self.read = self.ledger.formed
+        self.given, self.is_trained, self.is_promised = 0, False, False
 
     # ----------------------------------------------------------------------------------------------------- states
 
@@ -180,26 +195,27 @@ class Play(RuleBasedStateMachine):
         """The job is killed, and goes on from the last state."""
         if self.saved is None:
             return
-        state, self.items, self.uses, self.since_update = (
-            self.saved[0],
-            *self.saved[1:2],
-            self.saved[2].copy(),
-            self.saved[3],
-        )
+        state, self.items, uses, self.since_update = self.saved
+        self.uses = uses.copy()
         self.ledger = Ledger(self.rules)
         self.ledger.load(pickle.loads(state))
-        self.first, self.given = self.ledger.formed, 0
-        self.is_trained = False
+        self._begin()
 
     @rule(is_source=st.booleans())
     def end(self, is_source: bool) -> None:
         """The source ends, or the feed is closed."""
-        if self.items > 12 and is_source:
+        if is_source and self.items >= self.ends_after:
             self.ledger.source_over = True
-        elif self.items > 16:
+        elif not is_source and self.items >= self.closes_after:
             self.ledger.closed = True
 
     # ------------------------------------------------------------------------------------------------- what holds
+
+    @invariant()
+    def a_promise_is_kept(self) -> None:
+        """A loader that was promised a batch, or the end, need not wait for it."""
+        if hasattr(self, "ledger") and self.is_promised:
+            assert self.ledger.can_answer(self.read)
 
     @invariant()
     def everything_is_in_its_place(self) -> None:
@@ -213,7 +229,7 @@ class Play(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         ledger = self.ledger
-        if ledger.formed == ledger.done and not (ledger.can_take() or ledger.is_over):
+        if ledger.formed == ledger.done and not (self.is_promised or ledger.can_take() or ledger.is_over):
             assert not ledger.closed
             assert ledger._running or ledger.pending or (ledger.has_room and not ledger.source_over)
 

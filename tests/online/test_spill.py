@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.online import Feed
@@ -108,6 +109,36 @@ def _lease_within(feed: Feed[Any]) -> None:
     with feed._lock:
         if feed._try_lease() is None:
             raise TimeoutError
+
+
+@pytest.mark.parametrize("has_source", [False, True])
+def test_samples_from_a_future_that_is_gone(tmp_path: Path, has_source: bool) -> None:
+    """A run that goes on from version 1 trains what was put at version 3 as if it had been made at its own version."""
+
+    def make() -> Feed[Any]:
+        return Feed(
+            range(9) if has_source else None, batch_size=1, max_samples=9, spill=tmp_path, fn=lambda s: s.version
+        )
+
+    feed = make()
+    feed.version = 1
+    state = feed.state_dict()
+    feed.version = 3
+    for number in range(2):
+        if has_source:
+            with feed.lease() as item:
+                item.put(number)
+        else:
+            feed.put_nowait(number)
+    feed.close()
+    again = make()
+    again.load_state_dict(state)
+    if has_source:
+        with again.lease():
+            again.close()
+    again.close()
+    assert torch.cat(list(DataLoader(again))).tolist() == [1, 1]
+    assert again.stats().ages == {0: 2}
 
 
 def test_a_record_that_is_not_whole(tmp_path: Path) -> None:
