@@ -24,7 +24,7 @@ from asyncloader.device.device import Device
 from asyncloader.device.device import check as check_device
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
-from asyncloader.protocols import WorkerProvider, is_async, is_stateful, makes_processes, probe
+from asyncloader.protocols import SuppliesKeys, WorkerProvider, is_async, is_stateful, makes_processes, probe
 
 Scheduling = Literal["static", "dynamic", "split"]
 Seeding = Literal["batch", "worker", "sample"]
@@ -186,6 +186,8 @@ class Options:
         self._check_renewal()
         if self.provider is not None:
             self.provider.check(self)
+        if isinstance(self.dataset, SuppliesKeys):
+            self.dataset.check_options(self)
 
     @property
     def overlaps(self) -> bool:

@@ -259,6 +259,9 @@ class SuppliesKeys(Dataset[T_co]):
         """Return a sampler of lists of its keys, one batch each; None if the loader is to make batches."""
         return None
 
+    def check_options(self, options: Any) -> None:
+        """Raise a ConfigurationError if a loader with these options would make something else of its keys."""
+
     def name(self, key: Any) -> Any:
         """Return what errors, messages and statistics call the sample of a key: the key, unless it has the sample."""
         return key

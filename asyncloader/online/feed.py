@@ -25,7 +25,7 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.online.door import Door
 from asyncloader.online.handle import FeedHandle
 from asyncloader.online.intake import Change
-from asyncloader.online.keys import FeedBatches, FeedSamples, Place, Sample, SampleKey, feeds
+from asyncloader.online.keys import FeedBatches, FeedSamples, Place, Sample, SampleKey, check_options, feeds
 from asyncloader.online.ledger import OUTCOMES, FeedOrder, OnStale, Rules
 from asyncloader.online.outlet import Outlet, nobody
 from asyncloader.online.stats import FeedStats
@@ -248,6 +248,18 @@ class Feed(Outlet, SuppliesKeys[T]):
                 "this feed has num_replicas: give the loader of each rank feed.handle().for_rank(rank)"
             )
         return FeedBatches(self)
+
+    def name(self, key: SampleKey) -> tuple[int, int]:
+        """Return the number of the unit of a sample, and its place in that."""
+        return key[:2]
+
+    def check_options(self, options: Any) -> None:
+        """See that a loader gives batches in turn, and whole groups.
+
+        Raises:
+            ConfigurationError: if it does not.
+        """
+        check_options(options, self.group_size)
 
     # ------------------------------------------------------------------------------------------------------- states
 

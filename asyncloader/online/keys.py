@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader import identity
-from asyncloader.errors import LoaderClosedError
+from asyncloader.errors import ConfigurationError, LoaderClosedError
 from asyncloader.online.ledger import Unit
 
 T = TypeVar("T")
@@ -213,6 +213,23 @@ def keys_of(units: Iterable[Unit]) -> list[SampleKey]:
     return [
         (unit.id, index, unit.version, unit.uses, sample) for unit in units for index, sample in enumerate(unit.samples)
     ]
+
+
+def check_options(options: Any, group_size: int | None) -> None:
+    """See that a loader follows a feed: batches come in turn, groups are whole.
+
+    Raises:
+        ConfigurationError: if not.
+    """
+    if not options.in_order:
+        raise ConfigurationError(
+            "in_order=False has no place in a feed: which samples are trained is known by how many batches were given"
+        )
+    if group_size is not None and options.on_error != "raise":
+        raise ConfigurationError(
+            f"on_error={options.on_error!r} would tear a group of {group_size} samples (group_size) apart: catch the "
+            "error in fn"
+        )
 
 
 def other_has_begun() -> LoaderClosedError:

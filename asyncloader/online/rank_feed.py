@@ -14,7 +14,16 @@ from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import Sampler
 
-from asyncloader.online.keys import FeedBatches, FeedSamples, Place, Sample, SampleKey, feeds, other_has_begun
+from asyncloader.online.keys import (
+    FeedBatches,
+    FeedSamples,
+    Place,
+    Sample,
+    SampleKey,
+    check_options,
+    feeds,
+    other_has_begun,
+)
 from asyncloader.online.ranks import RankPlace
 from asyncloader.protocols import SuppliesKeys
 
@@ -83,6 +92,18 @@ class RankFeed(SuppliesKeys[T]):
     def make_batch_sampler(self) -> Sampler[list[SampleKey]]:
         """Return the sampler of the rank's batches."""
         return FeedBatches(self)
+
+    def name(self, key: SampleKey) -> tuple[int, int]:
+        """Return the number of the unit of a sample, and its place in that."""
+        return key[:2]
+
+    def check_options(self, options: Any) -> None:
+        """See that a loader gives batches in turn, and whole groups.
+
+        Raises:
+            ConfigurationError: if it does not.
+        """
+        check_options(options, self._identity["group_size"])
 
     # ------------------------------------------------------------------------------------------------- its iterators
 

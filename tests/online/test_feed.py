@@ -33,6 +33,13 @@ def with_version(sample: Sample[int]) -> tuple[int, int]:
     return sample.value, sample.version
 
 
+def bad_at_one(sample: Sample[int]) -> int:
+    """Make a sample of all but one."""
+    if sample.value == 1:
+        raise ValueError("bad")
+    return sample.value
+
+
 def first_of(samples: list[Any]) -> Any:
     """Collate a batch of one sample."""
     return samples[0]
@@ -409,6 +416,28 @@ def test_the_feed_brings_its_batches() -> None:
         DataLoader(feed, batch_size=2)
     with pytest.raises(ConfigurationError, match="Feed brings its own order"):
         DataLoader(feed, shuffle=True)
+
+
+@pytest.mark.parametrize("rank", [False, True])
+def test_a_loader_that_does_not_follow(rank: bool) -> None:
+    """Batches that overtake each other would come twice after a break; a bad sample would tear a group."""
+    feed = Feed(batch_size=2, group_size=2, num_replicas=1 if rank else None)
+    handle = feed.handle()
+    dataset: Any = handle.for_rank(0) if rank else feed
+    with pytest.raises(ConfigurationError, match="in_order=False has no place in a feed"):
+        DataLoader(dataset, num_workers=2, in_order=False)
+    for on_error in ("skip", "replace"):
+        with pytest.raises(ConfigurationError, match=r"would tear a group of 2 samples \(group_size\) apart"):
+            DataLoader(dataset, on_error=on_error)
+    single = Feed(batch_size=2, fn=bad_at_one)
+    for n in range(4):
+        single.put_nowait(n)
+    single.close()
+    loader = DataLoader(single, on_error="skip")
+    assert [batch.tolist() for batch in loader] == [[0], [2, 3]]
+    assert [*loader.stats().bad_samples] == [(1, 0)]  # not the sample itself
+    handle.close()
+    feed.close()
 
 
 def test_a_workers_copy_makes_samples_only() -> None:
