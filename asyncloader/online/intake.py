@@ -317,7 +317,7 @@ class Intake:
                 wakes = self._wakes()
             finally:
                 self._lock.release()
-            wake_all(wakes)
+            self._wake(wakes)
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
@@ -377,6 +377,11 @@ class Intake:
         self._trainer_waits.turn(bool(self._tells or self._readers) and ledger.done == ledger.formed)
         return wakes
 
+    def _wake(self, wakes: list[Callable[[], object]]) -> None:
+        while wake_all(wakes):  # a loop was closed in this moment: what woke its task is another one's turn
+            with self._lock:
+                wakes = self._wakes()
+
     def _check_open(self) -> None:
         if self._ledger.closed:
             raise self._closed_error()
@@ -432,6 +437,6 @@ class Change:
         if feed._leasers or feed._putters or feed._tells or feed._readers or feed._somebody_waited:
             with feed._lock:
                 wakes = feed._wakes()
-            wake_all(wakes)
+            feed._wake(wakes)
         if feed._returned:
             feed._take_returned()

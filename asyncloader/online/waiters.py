@@ -6,7 +6,10 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from itertools import islice
+from typing import Any
+
+GONE: Any = object()
+"""In place of nothing, when a waiter is woken whose loop was closed."""
 
 
 class TaskWaiter:
@@ -20,10 +23,18 @@ class TaskWaiter:
         self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[None] = self._loop.create_future()
 
-    def wake(self) -> None:
-        """Have the task look again. In any thread. A task whose loop is closed waits no more."""
-        with suppress(RuntimeError):
+    @property
+    def is_gone(self) -> bool:
+        """Whether its loop was closed with the task on it: nobody will look."""
+        return self._loop.is_closed()
+
+    def wake(self) -> object:
+        """Have the task look again; return `GONE` if its loop was closed. In any thread."""
+        try:
             self._loop.call_soon_threadsafe(self._set)
+        except RuntimeError:
+            return GONE
+        return None
 
     def _set(self) -> None:
         if not self.future.done():
@@ -32,6 +43,8 @@ class TaskWaiter:
 
 class ThreadWaiter:
     """A thread that waits."""
+
+    is_gone = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,16 +65,32 @@ Waiters = dict[TaskWaiter | ThreadWaiter, None]
 
 
 def first(waiters: Waiters, count: int) -> list[Callable[[], object]]:
-    """Take the first so many out; return what wakes them."""
-    woken = list(islice(waiters, count))
-    for waiter in woken:
+    """Take the first so many out, and those before them that are gone; return what wakes them."""
+    woken: list[TaskWaiter | ThreadWaiter] = []
+    gone: list[TaskWaiter | ThreadWaiter] = []
+    for waiter in waiters:
+        if len(woken) == count:
+            break
+        (gone if waiter.is_gone else woken).append(waiter)
+    for waiter in (*gone, *woken):
         del waiters[waiter]
     return [waiter.wake for waiter in woken]
 
 
-def wake_all(wakes: Sequence[Callable[[], object]]) -> None:
-    """Wake all of these, also those behind one whose wake-up raises: it may be interrupted."""
+def wake_all(wakes: Sequence[Callable[[], object]]) -> bool:
+    """Wake all of these, also those behind one whose wake-up raises: it may be interrupted.
+
+    Returns:
+        Whether one is gone: then whoever waits behind it is to be woken in its place.
+    """
+    gone: list[object] = []
     if wakes:
         with ExitStack() as stack:
             for wake in reversed(wakes):
-                stack.callback(wake)
+                stack.callback(_wake, wake, gone)
+    return bool(gone)
+
+
+def _wake(wake: Callable[[], object], gone: list[object]) -> None:
+    if wake() is GONE:
+        gone.append(wake)

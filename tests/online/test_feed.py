@@ -254,6 +254,37 @@ async def test_a_producer_that_is_cancelled_wakes_the_next_one() -> None:
     assert first.cancelled()
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("puts", [False, True])
+def test_a_loop_that_was_closed_under_a_producer(puts: bool, is_late: bool) -> None:
+    """The room goes to the next one, also if the loop was closed in the moment in which its task was to be woken."""
+    feed = Feed(None if puts else range(9), batch_size=1, max_samples=1)
+    if puts:
+        feed.put_nowait(0)
+    else:
+        held = feed.lease().__enter__()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(feed.put(1) if puts else feed.await_lease())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    if is_late:
+        loop.is_closed = lambda: False  # type: ignore[method-assign]
+    pool = ThreadPoolExecutor(1)
+    living = pool.submit(feed.put_sync, 2) if puts else pool.submit(feed.wait_lease)
+    wait_until(lambda: feed.stats().producers_waiting == 2)
+    if puts:
+        keys = iter(feed.make_batch_sampler())
+        next(keys)
+        keys.follow(lambda: 1)
+        keys.asked()
+    else:
+        held.drop()
+    living.result(20)
+    pool.shutdown()
+    vars(loop).pop("is_closed", None)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------------------------------------- puts
 
 
