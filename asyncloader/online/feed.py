@@ -284,8 +284,8 @@ class Feed(Outlet, SuppliesKeys[T]):
         identity.check(state, identity.of(self))
         with Change(self), self._lock:
             if self._source is not None and state["source"] is not None:
-                self._source.load_state_dict(state["source"])
-            self._ledger.load(pickle.loads(state["units"]))
+                self._call_out(self._source.load_state_dict, state["source"])
+            self._ledger.load(self._call_out(pickle.loads, state["units"]))
             self._reader, self._runs_begun = nobody, self._runs_begun + 1
             self._first, self._given = self._ledger.formed, int
             self._recover_all(state["pushed"])
@@ -347,8 +347,8 @@ class Feed(Outlet, SuppliesKeys[T]):
                 **identity.of(self),
                 "is_over": self._ledger.is_ending and not units["ready"],
                 "pushed": self._pushed,
-                "source": None if self._source is None else self._source.state_dict(),
-                "units": pickle.dumps(units, pickle.HIGHEST_PROTOCOL),
+                "source": None if self._source is None else self._call_out(self._source.state_dict),
+                "units": self._call_out(pickle.dumps, units, pickle.HIGHEST_PROTOCOL),
             }
 
     def _state_identity(self) -> dict[str, Any]:

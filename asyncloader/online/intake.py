@@ -51,6 +51,7 @@ class Intake:
         self._source = None if source is None else source_of(source, partial(_item_came, weakref.ref(self)))
         self._pushed = 0  # samples or groups that were put without a lease
         self._lock = threading.Lock()
+        self._called_out_in = 0  # the thread that is in the source, with the lock held
         self._returned: deque[tuple[int, bool]] = deque()  # leases that were given back
         self._leasers: Waiters = {}
         self._putters: Waiters = {}
@@ -219,7 +220,7 @@ class Intake:
         """Lease the next item; None if it is not there, or there is none, or if its samples were put before a crash."""
         ledger = self._ledger
         try:
-            item = source.draw()
+            item = self._call_out(source.draw)
         except StopIteration:
             ledger.source_over = True
             return None
@@ -232,6 +233,14 @@ class Intake:
             return None
         unit = ledger.lease(item, source.drawn - 1)
         return None if self._recover(unit) else unit
+
+    def _call_out(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a call of the user's code returns, with the lock held: it cannot use the feed."""
+        self._called_out_in = threading.get_ident()
+        try:
+            return call(*arguments)
+        finally:
+            self._called_out_in = 0
 
     def _recover(self, unit: Unit) -> bool:
         """Settle a lease by what was put for its item before a crash; return whether there was something."""
@@ -429,7 +438,16 @@ class Change:
         self._feed = feed
 
     def __enter__(self) -> None:
-        """Nothing is to be done before."""
+        """See that this thread does not have the lock.
+
+        Raises:
+            RuntimeError: if it has.
+        """
+        if (thread := self._feed._called_out_in) and thread == threading.get_ident():
+            raise RuntimeError(
+                "a source that is read under the lock of its feed cannot use the feed: give the feed a function that "
+                "returns the source, which is then read in a thread of its own"
+            )
 
     def __exit__(self, *exc_info: object) -> None:
         feed = self._feed

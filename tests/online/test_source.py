@@ -224,3 +224,57 @@ def test_a_generator_that_was_read_cannot_be_read_again(source: Any) -> None:
         feed.load_state_dict(state)
     assert feed.stats().ready == 2
     feed.close()
+
+
+class Curriculum:
+    """A source that looks at its feed: when it is read, or where a state of it is taken or loaded."""
+
+    def __init__(self, looks_in: str) -> None:
+        self.feed: Any = None
+        self.looks_in = looks_in
+
+    def look(self, where: str) -> Any:
+        """Look at the feed there."""
+        return self.feed.stats() if self.looks_in == where else None
+
+    def __iter__(self) -> Curriculum:
+        return self
+
+    def __next__(self) -> int:
+        self.look("next")
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        self.look("state_dict")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing."""
+        self.look("load_state_dict")
+
+
+@pytest.mark.parametrize("looks_in", ["next", "state_dict", "load_state_dict"])
+def test_a_source_that_uses_its_feed(looks_in: str) -> None:
+    """An error says what to do, in place of a thread that waits for itself."""
+    source = Curriculum(looks_in)
+    feed = source.feed = Feed(source, batch_size=1)
+    state = Feed(Curriculum(""), batch_size=1).state_dict()
+    acts: dict[str, Any] = {"next": feed.wait_lease, "state_dict": feed.state_dict}
+    with pytest.raises(RuntimeError, match="give the feed a function that returns the source"):
+        acts.get(looks_in, lambda: feed.load_state_dict(state))()
+    assert feed.stats().running == 0
+    feed.close()
+
+
+def test_a_source_that_is_read_in_a_thread_uses_its_feed() -> None:
+    """The advice works."""
+
+    def source() -> Iterator[int]:
+        for _ in range(2):
+            yield feed.stats().counts["trained"]
+
+    feed: Feed[int] = Feed(source, batch_size=1)
+    with feed.lease() as item:
+        assert item.value == 0
+    feed.close()
