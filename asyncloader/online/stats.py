@@ -20,6 +20,7 @@ class FeedStats(NamedTuple):
         ready: Units that wait for the trainer.
         in_batches: Units of batches that were formed and are not trained.
         counts: Units by what became of them: "trained", "stale", "dropped", "failed" (more than ``max_retries`` times).
+            Units of a batch that was left out (``on_crash="skip"``), or raised in its place, are among the trained.
             Beside these, "recycled" counts those that were too old and leased again, and "late" those that were trained
             too old: in a batch that was on its way when the version jumped, or with ``on_stale="keep"``.
         costs: By what became of units, what they cost, where that is known. If long units are lost more often than
