@@ -169,10 +169,10 @@ class Outlet(Intake):
         with Change(self), self._lock:
             before = self._ranks.run
             take(seat := self._ranks.begin(rank, place))
+            others = self._all_ranks()
             if (run := self._ranks.run) is not before and run is not None:
                 self._begin(run, _given_by(run))
                 self._parts, self._is_run_over, self.ends_at_once = {}, self.ends_at_once, False
-            others = self._all_ranks()
         wake_all(others)
         number: int = await self._until(lambda: self._has_begun(seat), self._beginners, in_turn=False)
         return number

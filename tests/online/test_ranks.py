@@ -148,6 +148,7 @@ class Play(RuleBasedStateMachine):
         step, rank.step = rank.step, None
         if isinstance(step.exception(), (RanksError, LoaderClosedError)):
             rank.is_over = True
+            assert self.feed._reader() is not rank.seat.run or not self.parts.get((rank.run, rank.given))
         elif (keys := step.result()) is None:
             rank.is_over = True
             assert {len(parts) for (run, _), parts in self.parts.items() if run == rank.run} <= {len(self.ranks)}
@@ -271,7 +272,7 @@ class Play(RuleBasedStateMachine):
             assert all(rank.is_over for rank in self.ranks)
             assert len({rank.given for rank in self.ranks}) == 1
             if same:
-                assert sorted(self.trained) == [*range(ITEMS)]
+                assert sorted(self.trained.elements()) == [*range(ITEMS)]
         self._drop()
         self.turn()
         self.nobody_waits_in_vain()
