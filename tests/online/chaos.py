@@ -2,7 +2,8 @@
 
     python -m tests.online.chaos --runs 100 [--seed 7]
 
-A trainer writes states and spills; whenever it is killed, another one goes on from the last state. What has to hold:
+A trainer writes states and spills; whenever it is killed, another one goes on from the last state. Most deaths come a
+moment after some steps, so that states have batches in flight. What has to hold:
 
 - in the history that the states make, each item is trained exactly once;
 - no item is leased again after its put was acknowledged;
@@ -39,11 +40,13 @@ class Play(NamedTuple):
     folder: Path
     max_staleness: int | None
     num_workers: int
+    prefetch_factor: int | None
     tasks: int
     processes: int
     save_every: int
     trims: bool
     pace_s: float
+    step_s: float
     producers_die: bool
     workers_die: bool
 
@@ -92,13 +95,13 @@ def produce_elsewhere(handle: FeedHandle, play: Play, seed: int, dies_after_s: f
         asyncio.run(produce(handle, play, seed))
 
 
-async def train(play: Play, seed: int) -> None:
-    """Go on from the last state, to the end."""
+async def train(play: Play, seed: int, die_after: int | None) -> None:
+    """Go on from the last state, to the end, or die a moment after so many steps."""
     feed = Feed(
         range(ITEMS), batch_size=4, max_samples=24, max_staleness=play.max_staleness, on_stale="keep",
         max_retries=10**6, spill=play.folder / "spill", fn=Fragile(play, os.getpid()),
     )  # fmt: skip
-    loader, step = DataLoader(feed, num_workers=play.num_workers), 0
+    loader, step = DataLoader(feed, num_workers=play.num_workers, prefetch_factor=play.prefetch_factor), 0
     if (play.folder / "state").exists():
         step, state = pickle.loads((play.folder / "state").read_bytes())
         loader.load_state_dict(state)
@@ -112,6 +115,9 @@ async def train(play: Play, seed: int) -> None:
     async for batch in loader:
         note(play, "trained", step, *batch.tolist())
         step += 1
+        if die_after is not None and (die_after := die_after - 1) == 0:
+            threading.Timer(random.Random(seed).uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        await asyncio.sleep(play.step_s)  # batches are in flight meanwhile
         feed.version = max(step, feed.version)
         if step % play.save_every == 0:
             (play.folder / "new").write_bytes(pickle.dumps((step, loader.state_dict())))
@@ -122,9 +128,9 @@ async def train(play: Play, seed: int) -> None:
     note(play, "end")
 
 
-def be_trainer(play: Play, seed: int) -> None:
+def be_trainer(play: Play, seed: int, die_after: int | None) -> None:
     """Be the trainer's process."""
-    asyncio.run(train(play, seed))
+    asyncio.run(train(play, seed, die_after))
 
 
 def check(history: list[list[str]]) -> str:
@@ -150,35 +156,39 @@ def check(history: list[list[str]]) -> str:
 def play_one(seed: int, folder: Path) -> str:
     """Play one run; return what does not hold."""
     draws = random.Random(seed)
+    num_workers = draws.choice([0, 1, 2, 2])
     play = Play(
         folder,
-        max_staleness=draws.choice([None, 0, 2]),
-        num_workers=draws.choice([0, 0, 1, 2]),
+        max_staleness=draws.choice([None, None, 0, 2, 4]),
+        num_workers=num_workers,
+        prefetch_factor=draws.randint(1, 3) if num_workers else None,
         tasks=draws.randint(0, 3),
         processes=draws.randint(1, 2),
-        save_every=draws.randint(1, 7),
+        save_every=draws.randint(1, 4),
         trims=draws.random() < 0.7,
-        pace_s=draws.choice([0.0, 0.002, 0.01]),
+        pace_s=draws.choice([0.0, 0.0, 0.002, 0.01]),
+        step_s=draws.choice([0.0, 0.005, 0.01]),
         producers_die=draws.random() < 0.5,
         workers_die=draws.random() < 0.3,
     )
-    kills = [draws.uniform(0, 1.0) for _ in range(draws.randint(0, 4))]
-    for life, kill_after_s in enumerate([*kills, LONGEST_S]):
-        trainer = mp.get_context("fork").Process(target=be_trainer, args=(play, seed * 1000 + life * 10))
+    deaths = [None if draws.random() < 0.2 else draws.randint(1, 20) for _ in range(draws.randint(1, 4))]
+    for life, die_after in enumerate([*deaths, None]):
+        arguments = (play, seed * 1000 + life * 10, die_after)
+        trainer = mp.get_context("fork").Process(target=be_trainer, args=arguments)
         trainer.start()
-        trainer.join(kill_after_s)
-        is_killed = trainer.exitcode is None
-        if is_killed:
+        is_early = life < len(deaths) and die_after is None
+        trainer.join(draws.uniform(0, 0.5) if is_early else LONGEST_S)
+        if trainer.exitcode is None:
             trainer.kill()
             trainer.join()
-        if is_killed and life == len(kills):
-            return f"the trainer did not end: {play}, {read(folder)[-5:]}"
-        if not is_killed and trainer.exitcode != 0:
-            return f"the trainer has failed: {play}"
-        if not is_killed:
+            if not is_early:
+                return f"the trainer did not end: {play}, {read(folder)[-5:]}"
+        elif trainer.exitcode == 0:
             break
+        elif trainer.exitcode != -signal.SIGKILL or life == len(deaths):
+            return f"the trainer has failed: {play}"
     found = check(read(folder))
-    return f"{found}: {play}, {kills}" if found else ""
+    return f"{found}: {play}, {deaths}" if found else ""
 
 
 def read(folder: Path) -> list[list[str]]:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import effort
 from tests.online.chaos import ITEMS, check
 
@@ -27,3 +29,33 @@ def test_what_the_chaos_sees() -> None:
     assert check([*steps[:9], ["begin", "5"], *steps[6:]]) == "lost: [20, 21, 22, 23]; trained twice: []"
     assert check([*steps, ["trained", str(ITEMS), "7"]]) == "lost: []; trained twice: [7]"
     assert check([["leased", "3"], ["put", "3"], ["leased", "3"], *steps]) == "item 3 was leased again after its put"
+
+
+PLANTED = """
+import sys, tempfile
+from pathlib import Path
+
+from asyncloader.online.ledger import Ledger
+from tests.online.chaos import play_one
+
+whole = Ledger.state
+
+def state(ledger, done):
+    found = whole(ledger, done)
+    lost = {unit for batch in found["batches"] for unit in batch}
+    return {**found, "batches": [], "units": [unit for unit in found["units"] if unit[0] not in lost]}
+
+Ledger.state = state
+for seed in range(30):
+    with tempfile.TemporaryDirectory() as folder:
+        if found := play_one(seed, Path(folder)):
+            sys.exit(found)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_the_chaos_sees_what_is_lost_in_flight() -> None:
+    """States that leave out the batches which were formed and not trained are found within a few runs."""
+    done = subprocess.run([sys.executable, "-c", PLANTED], cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 1, done.stderr
+    assert "lost: [" in done.stderr
