@@ -53,7 +53,7 @@ class Listener(Protocol):
 class Backend(Protocol):
     """The workers of one iterator, in their places by id.
 
-    There are as many as the session asks for: `start` makes the first, `add` others at any time, `dismiss` lets one go.
+    The session says how many there are: `start` makes the first, `add` others at any time, `dismiss` lets one go.
     A backend whose workers come and go by themselves tells of it: `Listener.on_ready`, `on_left`, `on_lost`.
     """
 
@@ -61,7 +61,7 @@ class Backend(Protocol):
 
     @property
     def processes(self) -> Mapping[int, Worker]:
-        """The workers that have a place now, by id. One that was dismissed or lost has none."""
+        """The workers that have a place now, by id; a worker that was dismissed or lost has none."""
 
     @property
     def has_processes(self) -> bool:
@@ -77,7 +77,7 @@ class Backend(Protocol):
         On failure those that did start are ended.
 
         Yields:
-            What launches the next ones, to be called, in any thread, before the next step.
+            A function that launches the next ones, to be called, in any thread, before the next step.
         """
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:

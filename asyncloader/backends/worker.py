@@ -20,7 +20,7 @@ class WorkerState(enum.Enum):
 
 
 class Worker:
-    """One worker: a process, a thread, or a process on another machine. On the loop thread, but for `wait_dead`.
+    """A worker: a process, a thread, or a process on another machine. On the loop thread, but for `wait_dead`.
 
     Args:
         worker_id: From 0; stays when another worker takes its place.

@@ -1,4 +1,4 @@
-"""One finding of a command: the thing looked at, and the advice about it."""
+"""A finding of a command: the thing looked at, and the advice about it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from asyncloader.observe.stats import LoaderStats
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a loader.
+    """A measured run of a loader.
 
     Attributes:
         batches: Batches after the first.

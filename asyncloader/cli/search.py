@@ -1,10 +1,10 @@
 """``asyncloader tune``: find options for a loader by trying them, within a budget of cores and memory.
 
-One option after the other: workers first, since they decide most; then, with the best of them, the samples that one
-worker fetches at once (async datasets); then how many batches it has in advance. The values of an option take turns,
-round by round, so that whatever else the machine does affects them alike. A step up counts if it brings 5 % in the
-median of the rounds, and something in each. Where steps up bring that in some rounds and not in others no value stands
-out, and none is named. In the end the loader is left to find the number of workers by itself, for comparison.
+Options are tried one after the other: workers first, since they decide most; then, with the best of them, the samples
+that one worker fetches at once (async datasets); then how many batches it has in advance. The values of an option take
+turns, round by round, so that whatever else the machine does affects them alike. A step up counts if it brings 5 % in
+the median of the rounds, and something in each. Where steps up bring that in some rounds and not in others no value
+stands out, and none is named. In the end the loader is left to find the number of workers by itself, for comparison.
 """
 
 from __future__ import annotations

@@ -55,13 +55,14 @@ class ParallelMap(SuppliesKeys[T_co]):
     Args:
         stream: An iterable that begins anew each epoch, an async one, or a function that returns one. If it has
             `state_dict` and `load_state_dict`, or its iterator, states of the loader have theirs; if it has
-            `set_epoch`, it is told. It lives in the trainer's process: no worker has it, and it needs not be pickled.
-            An async stream runs on a loop of the thread's own. Each item is an object of its own, as it is read ahead.
-        fn: Makes a sample of an item, in a worker. It and the items are pickled; in a worker that is a thread it must
-            not change the item. May be a coroutine function: then `concurrency` samples are awaited at once.
+            `set_epoch`, it is told. The stream lives in the trainer's process: no worker has it, and it need not be
+            pickled. An async stream runs on a loop of the thread's own. Each item is an object of its own, as it is
+            read ahead.
+        fn: Makes a sample of an item, in a worker. The function and the items are pickled; in a worker that is a thread
+            it must not change the item. May be a coroutine function: then `concurrency` samples are awaited at once.
         shuffle: Give the items of each so many in random order, which depends on the seed, the epoch and their place.
             So many items are held, and after a resume read again.
-        seed: Of that order; the same on all ranks.
+        seed: The seed of that order; the same on all ranks.
         shard: "rank": each rank reads the whole stream, and takes every n-th item. States are for any number of ranks.
             None: the stream is this rank's own; it divides itself, or all ranks are to have the same.
         num_replicas: Ranks that share the stream; by default those of the process group, or 1 without one.
@@ -155,7 +156,7 @@ class ParallelMap(SuppliesKeys[T_co]):
 
 
 class _AsyncParallelMap(ParallelMap[T_co]):
-    """One whose samples are awaited."""
+    """A ParallelMap whose `fn` is a coroutine function."""
 
     async def __getitem__(self, key: StreamItem) -> Any:  # type: ignore[override]
         if type(value := key[1]) is Raised:

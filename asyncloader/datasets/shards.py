@@ -62,7 +62,7 @@ class TarShards(Openable[Opened[Sources]], Generic[T_co]):
             under ``"__key__"`` and the shard under ``"__url__"``; without it the dict is the sample. Runs on a thread.
         shuffle_shards: Whether to read the shards in another order in each epoch.
         shuffle_buffer: How many samples wait, not decoded, for one of them to be drawn at random; 0 keeps their order.
-        seed: Of both shuffles.
+        seed: The seed of both shuffles.
         rank, world_size: Which part of the data this process gets; by default as torch.distributed says if it is
             initialised when an epoch starts, otherwise everything.
         headers: For HTTP.

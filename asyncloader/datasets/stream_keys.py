@@ -41,15 +41,15 @@ _STATE_SHARE = 50
 
 
 class Raised:
-    """What the stream raised, in place of an item.
+    """An error of the stream, in place of an item.
 
     Pickled, and so a copy each time: a stream may raise one object time and again; and an exception keeps the frames
     that it is raised through, and with them the iterator over batches, which would never end.
 
     Args:
-        error: The exception. What would end a worker, as SystemExit does, becomes an error like any other, and so does
-            what cannot be pickled: the user's class may refuse anything.
-        number: Of the item.
+        error: The exception. One that would end a worker, as SystemExit does, becomes an error like any other, and so
+            does one that cannot be pickled: the user's class may refuse anything.
+        number: The number of the item.
     """
 
     def __init__(self, error: BaseException, number: int) -> None:
@@ -97,7 +97,7 @@ class Place(NamedTuple):
 
     Attributes:
         number: Its number, of all ranks together.
-        is_over: There is none: it is the end of an epoch.
+        is_over: Whether it is no item, but the end of an epoch.
         told: The last state of the stream before, or None.
     """
 
@@ -107,7 +107,7 @@ class Place(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What is read of a stream, and how.
+    """Which part of a stream is read, and how.
 
     Attributes:
         stream: An iterable, an async iterable, or a function that returns one.
@@ -144,7 +144,7 @@ class Reading(NamedTuple):
 
 
 class Items:
-    """What was read and not taken: one thread puts, and whoever reads the sampler takes.
+    """Items that were read and not taken: one thread puts, and whoever reads the sampler takes.
 
     A taker looks before it waits, and what it leaves for the thread to see is there before it looks:
 
@@ -153,14 +153,14 @@ class Items:
       1. The taker finds too little, says that it waits, looks again. 2. The thread appends, and wakes it.
 
     Attributes:
-        reading: What is read.
+        reading: The part of the stream that is read.
         room: Tells the thread that there may be room again; anything but True, that it is to end.
         told: States of the stream, the oldest that may be needed first.
-        is_over: There is nothing behind these.
+        is_over: Whether these are the last.
         takers: Weak references to whoever takes, and for whom: the end of each goes into `room`.
         is_read: A thread reads the stream.
         reader: Held by the thread that does: the start of another one may have been interrupted.
-        is_left: Nobody will take more.
+        is_left: Whether nobody will take more.
         ended: The thread uses the stream no more.
     """
 
@@ -177,7 +177,7 @@ class Items:
         self.is_over = reading.place.is_over
         self._items: deque[StreamItem] = deque()
         self._next = reading.first  # the number of the item that is given next
-        # What the thread takes for there: bytes of each item, in all, and the number of the first one.
+        # The items that the thread takes for waiting: bytes of each, bytes in all, and the number of the first.
         self._sizes: deque[int] = deque()
         self._bytes = 0
         self._sized = reading.first
@@ -398,7 +398,7 @@ class _Dealer:
     """Makes keys of what the stream gives: counts, shuffles, and leaves out what is another rank's, or was given.
 
     Args:
-        reading: What is read.
+        reading: The part of the stream that is read.
 
     Attributes:
         count: How many items the stream has given.
@@ -443,7 +443,7 @@ class _States:
         iterator: Over it, which may have one too.
 
     Attributes:
-        are_there: There are states.
+        are_there: Whether there are states.
     """
 
     def __init__(self, stream: Any, iterator: Any) -> None:

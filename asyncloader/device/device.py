@@ -75,7 +75,7 @@ class Device:
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """What random operations on the device draw from, unless they are told otherwise."""
+        """The default generators of the device, from which its random operations draw."""
         return ()
 
     def select(self) -> None:
@@ -111,7 +111,7 @@ class Device:
         Args:
             batch: In memory of the host.
             change: Makes another batch of the copy.
-            joins: What the current stream was asked for so far is done before.
+            joins: The copy waits until the current stream has done all that it was asked for so far.
 
         Returns:
             The batch on the device, for `hand_over`, and the mark behind it.
@@ -196,7 +196,7 @@ class StreamDevice(Device):
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """What random operations on the device draw from, unless they are told otherwise."""
+        """The default generators of the device, from which its random operations draw."""
         self._torch.init()  # until then there are none
         return (self._torch.default_generators[self.device.index],)
 
@@ -265,7 +265,7 @@ def for_pinning() -> Device | None:
 def _current_index(kind: str, module: Any) -> int | None:
     """Return which device of a kind is the current one.
 
-    It is asked for before workers are forked. The device's own module would make a context on the device for that.
+    Iterators ask before workers are forked, and the device's own module would make a context on the device for that.
     """
     if torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(kind):
         name = "current_device_index" if hasattr(torch.accelerator, "current_device_index") else "current_device_idx"

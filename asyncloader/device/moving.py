@@ -1,4 +1,4 @@
-"""What batches consist of: tensors in containers, and objects that move themselves.
+"""The parts of batches: tensors in containers, and objects that move themselves.
 
 batch                                     what becomes of it
 tensor                                    copied

@@ -27,7 +27,7 @@ class ErrorLimit:
     Args:
         options: With the limit.
         progress: Where the run begins, and how many samples of the epoch had raised before.
-        faults: Those of the run.
+        faults: The faults of the run.
     """
 
     def __init__(self, options: Options, progress: Progress, faults: Faults) -> None:

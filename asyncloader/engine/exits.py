@@ -5,8 +5,8 @@
     a thread that is no daemon takes its first batch only now ──> all of it begins anew, and ends when that thread has
 
 The hook is one of ``threading._register_atexit``, and waits for the users first: ``atexit`` handlers run after threads
-were joined, which may wait for what we hold. It has to be there before the main thread returns, so `loader` imports
-this module, and leaves the rest of the engine until a loader is made.
+were joined, which may wait for what we hold. The hook has to be registered before the main thread returns, so `loader`
+imports this module, and leaves the rest of the engine until a loader is made.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def is_left_behind() -> bool:
 def stop_daemon() -> None:
     """Do not return to a daemon thread: the interpreter is exiting.
 
-    It abandons daemon threads in a moment, wherever they are; until then they would write tracebacks of errors that
-    nobody made.
+    The interpreter abandons daemon threads in a moment, wherever they are; until then they would write tracebacks of
+    errors that nobody made.
     """
     if is_left_behind():
         threading.Event().wait()

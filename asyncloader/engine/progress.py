@@ -56,7 +56,7 @@ class Given(NamedTuple):
         snapshot: The dataset's state after it, if one was taken.
         keys: Where they may be needed to make the batch again.
         bad_count: Samples of it that had raised.
-        digest: Of its data; 0 for none.
+        digest: The digest of its data; 0 for none.
     """
 
     batch: int
@@ -69,7 +69,7 @@ class Given(NamedTuple):
 
 
 class Call:
-    """One call of `next` or `anext`.
+    """A call of `next` or `anext`.
 
     ``given`` is written under the lock; ``item`` is set under it, and cleared without it. ``is_over`` is written
     without it.
@@ -158,7 +158,7 @@ class Progress:
     Attributes:
         samplers_before: Where samplers were before the run.
         began: The number of the batch at which it began, and of the first sample of that.
-        digests: Of the keys of the batches that were read from there on, 0 where there is none; the last of them.
+        digests: Digests of the keys of the last batches that were read from there on, 0 where there is none.
         lock: Held by whoever reads or takes, and by who makes a state of it. A handler of a signal may make one in the
             middle of that, in the same thread: so it can be taken again.
         counted: How far consumers are, and the calls that are not counted in this: in the order of their batches.
@@ -276,7 +276,7 @@ class Progress:
         return place, open_calls
 
     def follow(self, follower: FollowsConsumers) -> None:
-        """Tell an iterator over keys how far consumers are. It is not kept alive by that."""
+        """Tell an iterator over keys how far consumers are, without keeping it alive."""
         follower.follow(partial(_given_since, self, self.now.position))
         self.follower = weakref.WeakMethod(follower.asked)
 

@@ -94,7 +94,7 @@ class Recovery:
     processes or threads of their own. A worker that was not ready had read nothing, and is replaced in any case.
 
     Args:
-        options: Of the workers.
+        options: The options of the workers.
 
     Attributes:
         has_lost: A lost worker cannot be replaced.

@@ -97,7 +97,7 @@ class Run:
         self._arrivals = Arrivals(self, plan)
         self._is_left = False
         self._plan_error: Exception | None = None
-        # What consumers were woken for, and figures were told.
+        # The figures as consumers and statistics were last told of them.
         self._followed = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
         self._lock = progress.lock
         self._taker = 0
@@ -236,7 +236,7 @@ class Run:
         """Read the sampler on, until so many batches of keys were read in all. With the lock held.
 
         An error of the sampler stands in the place of the batch that it should have named, after the batches before.
-        One wake-up serves all keys that are read before the loop gets its turn: that coalesces the traffic of a
+        A single wake-up serves all keys that are read before the loop gets its turn: that coalesces the traffic of a
         consumer that finds its batches ready.
         """
         while self._planned < until and not self.plan_ended and self._plan_error is None:

@@ -107,7 +107,7 @@ class RunAhead:
     def rounds(self, num_workers: int, window: int, ahead: int, parked: int, parked_bytes: int) -> int:
         """Return how many rounds of tickets are to be read now; less than 1 for none.
 
-        There is one round, or for batches of microseconds as many as hide the latency of asking.
+        A run ahead is one round, or for batches of microseconds as many rounds as hide the latency of asking.
 
         Args:
             num_workers: Tickets in a round.

@@ -49,7 +49,8 @@ class Scheduler:
     """The state of one run. Called from the loop thread only.
 
     Args:
-        options: Of the run. It begins with `num_at_start` workers, numbered from 0; others that join have any number.
+        options: The options of the run, which begins with `num_at_start` workers, numbered from 0; others that join
+            have any number.
         first: Number of the first batch; more than 0 in a run that goes on with an earlier one.
         next_worker: The worker that gets the first ticket under static scheduling; by default first % num_at_start.
         slices: Divides batches under dynamic scheduling, or None.

@@ -172,7 +172,7 @@ class Slices:
     """Divides the batches of one run. On the loop thread.
 
     Args:
-        options: Of the run: how bad samples are handled, and whether batches have fingerprints.
+        options: The options of the run: how bad samples are handled, and whether batches have fingerprints.
         slicer: Decides how large slices are.
         obtain: Gets slabs for a batch with these large tensors and so many samples; None if there are none.
     """

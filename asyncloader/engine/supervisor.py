@@ -100,7 +100,7 @@ class Supervisor:
     Args:
         loop: The portal's.
         pool: The workers.
-        options: Of the workers.
+        options: The options of the workers.
         auto: Looks after their number, or None.
 
     Attributes:

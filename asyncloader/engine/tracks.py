@@ -78,7 +78,7 @@ class History:
     """Keeps what of one worker of a map-style dataset is done with, in one run.
 
     Where samples of several batches are in work at once, what was made after a state cannot be made again from it: some
-    of that is in it. There the last state that was taken stands for itself.
+    of that is in it. Then the last state that was taken stands for itself.
 
     Args:
         start: Where the worker begins.

@@ -10,8 +10,8 @@ finishes what it has in hand; if it is wanted again before that, it stays.
 
 A worker that has made enough batches, or has grown, is renewed. When another process is ready, the worker is sent no
 more tickets, and when it has answered those that it has, the other process takes its place. The scheduler does not know
-of that: the worker's id keeps its turn, and its tickets wait in the outbox. One worker is renewed at a time, the one
-that became due first: with the same number of batches all would be due in the same round.
+of that: the worker's id keeps its turn, and its tickets wait in the outbox. Workers are renewed one at a time, in the
+order in which they became due: with the same number of batches all would be due in the same round.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class Checkpointer:
         shared_seed: The seed that data pipes share.
         inline: The base seed was drawn between `begun` and the first batch.
         sampler_epochs: The epochs that `set_epoch` had told samplers when the run began, from the outermost on.
-        dataset_epochs: Those that it had told the dataset.
+        dataset_epochs: The epochs that it had told the dataset.
         exclusions: Samples that are left out.
         has_past: The workers of this run had made runs before it.
         num_workers: How many there are now, where their number looks after itself.
@@ -347,8 +347,9 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
     """Return the state of a run that goes on at another batch of it; of a map-style dataset without a state.
 
     Args:
-        state: Of the run, from which that batch can be reached; otherwise ``drawn`` of what is returned is below 0.
-        number: Of the batch.
+        state: A state of the run from which that batch can be reached; otherwise ``drawn`` of what is returned is below
+            0.
+        number: The number of the batch.
         samples: In each batch; None where batches differ. Then it is not known which sample of the epoch comes first.
     """
     by, sample = number - state["position"], state["sample"]

@@ -47,16 +47,16 @@ _NOTHING: Any = object()
 
 
 class Source(Protocol):
-    """What batches are pulled from. An item whose call is over is given again."""
+    """The source of batches. An item whose call is over is given again."""
 
     @property
     def counter(self) -> Any:
-        """What has ``_num_yielded``."""
+        """The object with ``_num_yielded``."""
         ...
 
     @property
     def meter(self) -> Any:
-        """What has ``held_back``."""
+        """The object with ``held_back``."""
         ...
 
     @property
@@ -103,7 +103,7 @@ class Source(Protocol):
 
 
 class LoaderSource:
-    """An iterator of a loader. What is ready may be sent ahead: nothing is waited for, and nothing made, for that."""
+    """An iterator of a loader. Ready batches may be sent ahead: nothing is waited for, and nothing made, for that."""
 
     def __init__(self, iterator: BaseIterator[Any]) -> None:
         self._iterator = iterator
@@ -114,7 +114,7 @@ class LoaderSource:
 
     @property
     def counter(self) -> Any:
-        """What counts the batches that consumers have."""
+        """The counter of the batches that consumers have."""
         return self._iterator
 
     @property
@@ -153,7 +153,7 @@ class LoaderSource:
 
 
 class AnySource:
-    """Any iterator, or asynchronous one. It is waited for, and what it raises comes in its turn."""
+    """Any iterator, or asynchronous one. Batches are waited for, and an error comes in its turn."""
 
     held_back = _num_yielded = 0
     run = key = None
@@ -205,7 +205,7 @@ class AnySource:
 
     @property
     def counter(self) -> AnySource:
-        """What has ``_num_yielded``: this itself."""
+        """The object with ``_num_yielded``: this itself."""
         return self
 
     meter = counter
@@ -285,7 +285,7 @@ class DeviceIterator(ClosableIterator):
     """Iterates as another iterator does, over batches on a device.
 
     Args:
-        inner: What has the batches in memory of the host.
+        inner: The iterator over the batches in memory of the host.
         source: The same, to be pulled from.
         device: Where batches go.
         depth: How many are sent ahead.

@@ -52,7 +52,7 @@ def in_step(iterator: BaseIterator[Any], mode: EqualSteps, runs: Runs) -> BaseIt
 
 
 class Agreement:
-    """What all ranks know of a chunk.
+    """The facts about a chunk that all ranks share.
 
     Args:
         counts: For each rank how many batches it has from the beginning of the chunk on, counted up to one beyond it.
@@ -81,10 +81,10 @@ class _Place(NamedTuple):
     """How far this rank is. Never changed: with another batch, or step, it is at another place.
 
     Attributes:
-        held: What was pulled, and not handed over.
-        ended: There is no more behind it.
+        held: Batches that were pulled, and not handed over.
+        ended: Whether the inner iterator is at its end.
         chunk: Number of the chunk at hand.
-        agreed: What ranks have agreed on for it; None before the very first step.
+        agreed: The ranks' agreement on it; None before the very first step.
         step: Steps of it that were taken.
         question: About the next chunk; at the beginning, about the first.
         last: A batch of this rank, kept to be repeated; an error only if no batch was there.
@@ -108,9 +108,9 @@ class _Step(NamedTuple):
 
     Attributes:
         call: For the batch that is done with then.
-        batch: What the consumer gets.
-        error: What is raised in its place.
-        is_new: It is a batch that it has not had before.
+        batch: The batch for the consumer.
+        error: The error that is raised in its place.
+        is_new: Whether the consumer has not had this batch before.
     """
 
     before: _Place
@@ -129,7 +129,8 @@ class EqualStepsIterator(ClosableIterator):
 
     Args:
         inner: The iterator over the batches of this rank.
-        mode: What becomes of uneven ends: "drop" leaves out what not all ranks have; "pad" repeats a rank's last batch.
+        mode: How uneven ends are made even: "drop" leaves out what not all ranks have; "pad" repeats a rank's last
+            batch.
         loader: Its number, the same on all ranks.
     """
 

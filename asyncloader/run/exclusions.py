@@ -19,7 +19,7 @@ class Exclusions:
     """The samples that one loader goes on without. Samplers do not hear of it: no other batch changes.
 
     Args:
-        state: What `state` has returned; None for no samples.
+        state: A result of `state`; None for no samples.
     """
 
     def __init__(self, state: Any = None) -> None:

@@ -73,7 +73,7 @@ class Foresight:
     """The knowledge of one iterator over the data about its next run.
 
     Args:
-        options: Those of the first run.
+        options: The options of the first run.
 
     Attributes:
         told_in_vain: A run was begun ahead and dropped that has told copies of the dataset of an epoch. Copies have to

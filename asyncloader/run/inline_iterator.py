@@ -3,7 +3,7 @@
 - ``for``: in the caller's thread. No thread, no process, everything can be debugged.
 - ``async for``: on a thread of the run's own, so that the caller's loop stays free. The caller still reads the sampler.
 
-One batch is made at a time, and none before a consumer asks for it: without workers torch prefetches nothing.
+Batches are made one at a time, and none before a consumer asks for it: without workers torch prefetches nothing.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class InlineHost(Host):
 
 
 class InlineRun:
-    """One run over the data whose batches are made in this process, one at a time.
+    """A run over the data whose batches are made in this process, one at a time.
 
     Consumers read and take with the lock of the progress held. A batch is made by a consumer's thread (`for`) or by a
     thread of the run's own (`async for`), which ends when the iterator is dropped: the run does not know the iterator.

@@ -58,14 +58,14 @@ _torch_iter = BatchSampler.__iter__
 class Plan:
     """Iterator over the batches of keys of one epoch; VOID where there is nothing to do, or it was done before the run.
 
-    Read with the lock of the progress held: states are made under it, and say how often the sampler was asked. One
-    whose keys arrive as time goes by is asked when they are there (`awaits`).
+    Read with the lock of the progress held: states are made under it, and say how often the sampler was asked. A
+    sampler whose keys arrive as time goes by is asked when they are there (`awaits`).
 
     torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
     what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
 
     States of samplers are taken after the first batch, and then as `Pace` allows. Not after a short one, whose sampler
-    has come to its end and may have begun anew: it is drawn again from the state before. Those of elastic samplers are
+    has come to its end and may have begun anew: it is drawn again from the state before. States of elastic samplers are
     taken after every batch: after a resume, another number of ranks may draw these samples.
 
     Args:

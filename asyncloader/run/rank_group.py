@@ -21,14 +21,14 @@ from asyncloader.engine.answer import Answer
 
 
 class Question:
-    """What this rank says of itself, to hear the same of all others.
+    """A message of this rank to all others, answered by theirs.
 
     Args:
         said: Loader, run, chunk, and how many batches there are for that, up to one beyond.
 
     Attributes:
         is_asked: Written by the thread of the group.
-        answers: What all ranks have said.
+        answers: The messages of all ranks.
     """
 
     def __init__(self, said: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""One batch of a run by its number, made again, while nothing else moves.
+"""A batch of a run by its number, made again, while nothing else moves.
 
     epoch, number ──> a state of that run, moved there ──> begun on copies of samplers and generators ──> keys
                                         keys, number, seeds ──> a run of this one batch, in one worker ──> batch
@@ -50,12 +50,13 @@ class Found(NamedTuple):
     """A batch that was found.
 
     Attributes:
-        keys: Of its samples, or of its one sample without batching.
-        number: Of the batch.
+        keys: The keys of its samples, or of its one sample without batching.
+        number: The number of the batch.
         first: Number of the first sample in the order of the epoch, where that is known; otherwise 0.
         made_with: The options of its run.
         seeds: Makes states of the run on copies, which has the seeds.
-        told: What each of the dataset's listeners had been told when the run began; nothing if it has not begun yet.
+        told: The epoch that each of the dataset's listeners had been told when the run began; nothing if it has not
+            begun yet.
     """
 
     keys: Any
@@ -71,9 +72,9 @@ def find(twin: Any, runs: Runs, epoch: int, number: int) -> Found:
 
     Args:
         twin: A loader over copies of the samplers: see `apart`.
-        runs: Of the loader itself.
+        runs: The runs of the loader itself.
         epoch: The run: how many of the loader there were before it.
-        number: Of the batch in that run, from 0.
+        number: The number of the batch in that run, from 0.
 
     Raises:
         IndexError: if the run has no such batch, or nothing is known of it here; it says what is.
@@ -217,7 +218,7 @@ def apart(loader: Any) -> Any:
     samplers = samplers_within(loader._index_sampler)
     memo: dict[int, Any] = {id(each): each for each in members(loader.dataset)}
     for holder in (loader, *samplers):
-        # What plain sequences and torch's samplers have is read, and never changed.
+        # The attributes of plain sequences and torch's samplers are read, and never changed.
         memo |= {id(holder): holder} if type(holder) in (list, tuple, range) else {}
         parts = vars(holder) if type(holder) in KNOWN_SAMPLERS and hasattr(holder, "__dict__") else {}
         memo |= {id(part): part for name, part in parts.items() if name not in ("sampler", "generator")}

@@ -126,7 +126,7 @@ def _draw(
     Args:
         options: See `begin`.
         state: See `begin`.
-        states: Of samplers in that.
+        states: The states of samplers in that.
         runs: See `begin`.
         rng: The generators.
         iterate: See `begin`.

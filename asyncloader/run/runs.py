@@ -236,7 +236,7 @@ class Runs:
     def open_trace(self, options: Options) -> tuple[Trace | None, int]:
         """Return where the timeline of a run is written, and the number of this loader in there.
 
-        It is one file for all runs, and for other loaders that name it.
+        All runs share one file, with other loaders that name it.
         """
         if options.trace is None:
             trace = active_trace()

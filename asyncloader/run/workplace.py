@@ -50,9 +50,9 @@ def make_session(
     """Return a session that begins with a run, and its workers, which are not started yet.
 
     Args:
-        options: Of the loader.
-        runs: Of the loader.
-        spec: What the workers work with.
+        options: The options of the loader.
+        runs: The runs of the loader.
+        spec: The workers' view of the options.
         run: The first run.
         home: The loop of the user's that the dataset has to run on, where there are no workers; None for the portal's.
         make_finisher: Makes what joins or pins batches, if that is to be done.
@@ -100,8 +100,8 @@ def make_run(options: Options, runs: Runs, epoch: EpochSpec, plan: Iterator[Any]
     """Return a run, which nobody has begun.
 
     Args:
-        options: Of the run.
-        runs: Of the loader.
+        options: The options of the run.
+        runs: The runs of the loader.
         epoch: The run, as workers are to know it.
         plan: The keys of its batches.
         progress: Where it begins.

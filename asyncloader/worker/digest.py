@@ -5,16 +5,16 @@
 
 Types count by their names, keys of mappings and elements of sets in no order, tensors and arrays by their bits; not
 their strides, byte order, memory or device. Other objects count by what pickle would write of them, part by part: a
-pickle itself differs where two equal strings are one object in one process and two in another. What cannot be looked
-at is left out, but for its type, and named in the log.
+pickle itself differs where two equal strings are one object in one process and two in another. Objects that cannot be
+looked at are left out, but for their type, and named in the log.
 
 Each object is looked into once: nine objects that refer to each other have 100,000 ways through them, which took 17 s.
 In a circle, digests depend on where it was entered. So they are forgotten with it, and a sample has the same digest
 whether others of the batch share its objects or not. Inside a circle of objects, the order of sets counts.
 
 XXH3 of Yann Collet's xxHash (https://xxhash.com), whose values have been fixed since its version 0.8.0: 38.5 MB take
-2.6 ms, as long as reading them takes (a sum of them: 2.6), while zlib's crc32 takes 16, zlib-ng's 3.5, BLAKE3 7.1. It
-is no defence against who wants two batches to be alike.
+2.6 ms, as long as reading them takes (a sum of them: 2.6), while zlib's crc32 takes 16, zlib-ng's 3.5, BLAKE3 7.1. The
+digest is no defence against someone who wants two batches to be alike.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Job:
         fatal_at: The position of the sample that raised it; `BATCH` if it was no single sample.
         bad: The samples that raised, and were left out or replaced.
         snapshot: State of the dataset when the last sample had been read, or None.
-        started: Of overlapping samples, how many have been asked for.
-        missing: Of overlapping samples, how many are not here yet.
+        started: How many overlapping samples have been asked for.
+        missing: How many overlapping samples are not here yet.
         pending: The positions of samples in flight, each with its task; `BATCH` for all samples in one call.
         is_last: The data of a stream have ended within this job: it has fewer samples than were asked for.
         is_over: The job is finished or was dropped. Samples that still come are dropped.

@@ -43,7 +43,7 @@ _TURN_S = 0.002  # for so long samples that are at hand are taken before others 
 
 
 class OverlapRun(NamedTuple):
-    """One run over the data, for the object that fetches its samples.
+    """A run over the data, for the object that fetches its samples.
 
     Attributes:
         spec: How samples are fetched.

@@ -57,7 +57,7 @@ class WorkerTransport(Host):
     _ready: Callable[[], None]
 
     def leave(self) -> None:
-        """Undo what `enter` has changed for others. What it has changed for this thread alone ends with the thread."""
+        """Undo the changes of `enter` that others see; changes for this thread alone end with the thread."""
 
     def receive(self, *, wait: bool) -> tuple[int, Any] | None:
         """Return the next message, kind and contents; None if there is none and ``wait`` is false.
@@ -161,7 +161,7 @@ class ProcessTransport(WorkerTransport):
             return self.capture(error)
 
     def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
-        """Watch the socket. What came before may have been read from it already."""
+        """Watch the socket, from which earlier messages may have been read already."""
         super().listen(loop, ready)
         loop.add_reader(self._channel.fileno(), ready)
         os.set_blocking(self._channel.fileno(), True)  # which libuv has ended; `_ask` and sending rely on it

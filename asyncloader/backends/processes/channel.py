@@ -1,7 +1,7 @@
 """The parent's end of the channel to one worker: a socketpair, framed messages, read by the loop.
 
-It never blocks: what the socket does not take waits in a list, and a writer callback sends it on. So a worker
-that is busy, stopped or dead never holds up the loop, and the two ends cannot block each other.
+The channel never blocks: bytes that the socket does not take wait in a list, and a writer callback sends them. So a
+worker that is busy, stopped or dead never holds up the loop, and the two ends cannot block each other.
 """
 
 from __future__ import annotations

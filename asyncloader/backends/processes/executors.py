@@ -71,8 +71,8 @@ class Running:
     interpreter's exit waits for the executor.
 
     Args:
-        pid: Of the process.
-        pidfd: A descriptor of it; this has a copy.
+        pid: The id of the process.
+        pidfd: A descriptor of the process; this has a copy.
     """
 
     exitcode = None
@@ -100,7 +100,7 @@ class Running:
 
 
 class _Adopting(ForkContext):
-    """Gives an executor processes that run already. Of what a fork context makes nothing needs a resource tracker."""
+    """Gives an executor processes that run already; nothing that a fork context makes needs a resource tracker."""
 
     def __init__(self, processes: Sequence[Running]) -> None:
         self._given = iter(processes)
@@ -113,8 +113,8 @@ class _Adopting(ForkContext):
 def adopt(processes: Sequence[Running]) -> threading.Thread:
     """Have an executor take processes, which are not to be none; return its thread, which ends after the last of them.
 
-    Executors refuse once Python's exit hook has run. That may come just after ours (:mod:`asyncloader.engine.exits`),
-    when a thread that trains on has begun anew; whoever may not is refused before.
+    Executors refuse once Python's exit hook has run. The hook may come just after ours
+    (:mod:`asyncloader.engine.exits`), when a thread that trains on has begun anew; whoever may not is refused before.
     """
     executor = ProcessPoolExecutor(len(processes), mp_context=_Adopting(processes))
     with handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):

@@ -74,7 +74,7 @@ def _dropped_in_child() -> list[Any]:
     """Return what multiprocessing, or we, let go of in a forked child: exit handlers, and its own finalizers.
 
     The last reference that goes runs a destructor, there, while this process goes on: a temporary directory would be
-    deleted, a connection ended; some would crash. What only an argument of ``atexit.register`` refers to cannot be had.
+    deleted, a connection ended; some would crash. Objects that only ``atexit.register`` refers to cannot be found.
     """
     found: list[Any] = [_finalizers.copy()]  # at once, whatever other threads do
     with contextlib.suppress(Exception):  # of a handler's own __eq__
@@ -99,8 +99,8 @@ class _Collector:
 def handlers_wait(again: Callable[[int], object] = signal.raise_signal) -> Iterator[None]:
     """Let Python's handlers of signals wait in the main thread: one that raises must not meet a process half known.
 
-    That thread blocks signals meanwhile, but another may get them, and Python runs the handlers in the main thread all
-    the same.
+    The launching thread blocks signals meanwhile, but another thread may get them, and Python runs the handlers in the
+    main thread all the same.
 
     Args:
         again: Is given the number of each signal that came, at the end.

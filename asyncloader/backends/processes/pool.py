@@ -113,7 +113,7 @@ class Pool(BasePool[WorkerProcess]):
         """Start the processes, some at a time; `started` is called each time. On failure all of them are ended.
 
         Yields:
-            What launches the next ones, or deals with all of them, to be called before the next step.
+            A function that launches the next ones, or deals with all of them, to be called before the next step.
 
         Raises:
             WorkerStartError: if the system has no room.

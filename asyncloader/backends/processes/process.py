@@ -1,4 +1,4 @@
-"""One worker process: start it, watch it, ask it for its stack, kill it, reap it.
+"""A worker process: start it, watch it, ask it for its stack, kill it, reap it.
 
           parent (loop thread)                          worker
     channel   ───────────────── socketpair ───────────  messages
@@ -160,7 +160,7 @@ class WorkerProcess(Worker):
             return None if pidfd is None else Running(self.pid, pidfd)
 
     def watch(self, *, is_forked: bool) -> None:
-        """Hear of the process. It may be up, or gone, before the loop has its next turn.
+        """Hear of the process, which may be up, or gone, before the loop has its next turn.
 
         Raises:
             OSError: if the system has no room for that.
@@ -373,8 +373,8 @@ class WorkerProcess(Worker):
     def _ask(self, ticket: int) -> None:
         """Have the worker write the stacks of its threads. Before it is telling, the signal would kill it.
 
-        faulthandler writes from inside the signal handler, so a worker that hangs in C code answers too. One whose loop
-        turns also tells at which awaits the samples of the ticket are.
+        faulthandler writes from inside the signal handler, so a worker that hangs in C code answers too. A worker whose
+        loop turns also tells at which awaits the samples of the ticket are.
         """
         self._stack_start = len(self.output)
         if self.overlaps:
@@ -382,7 +382,7 @@ class WorkerProcess(Worker):
         self._send_signal(STACK_SIGNAL)
 
     def _on_quiet(self) -> None:
-        """What faulthandler writes is here. Its loop, if it has one that turns, answers within a moment as well."""
+        """Take faulthandler's stack; the worker's loop, if it has one that turns, answers within a moment as well."""
         if self.overlaps and self._awaits is None:
             self._stack_timer = self._loop.call_later(self.answers_within_s - _STACK_QUIET_S, self._tell_stack)
         else:

@@ -36,8 +36,8 @@ class LocalPool(BasePool[LocalWorker]):
         spec: The spec of the workers.
         on_threads: Each on a thread; otherwise there is one, on a loop.
         home: The loop of the user's that it is on; None for the portal's.
-        copied: The dataset in the spec, if it may change while workers are made of it. One that hears of epochs is
-            copied here, in the consumer's thread: copies that are made later, of this one, have not heard of others.
+        copied: The dataset in the spec, if it may change while workers are made of it. A dataset that hears of epochs
+            is copied here, in the consumer's thread: copies that are made later, of this one, have not heard of others.
     """
 
     has_processes = takes_long = False  # threads start at once
@@ -57,7 +57,7 @@ class LocalPool(BasePool[LocalWorker]):
         self._home = home
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
-        """Start one worker after the other; `started` is called after each. There is nothing to launch."""
+        """Start one worker after the other; `started` is called after each. Nothing is left to launch."""
         self._epoch = epoch
         for worker in range(max(1, self._spec.num_workers)):
             self.processes[worker] = self._start_one(worker, epoch)
