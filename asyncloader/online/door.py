@@ -19,10 +19,11 @@ from typing import Any, Protocol
 
 from asyncloader import identity, threads
 from asyncloader.online.errors import FeedFullError
+from asyncloader.online.forks import keep_from_forks
 from asyncloader.online.keys import SampleKey
 from asyncloader.online.lease import GivesLeases
 from asyncloader.online.ranks import RankPlace, Seat
-from asyncloader.online.wire import check, keep_from_forks, parts_of, receive_async
+from asyncloader.online.wire import check, parts_of, receive_async
 
 _LONGEST_PROOF_S = 10.0
 

@@ -23,6 +23,7 @@ from asyncloader import identity
 from asyncloader.checks import Least, check_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.door import Door
+from asyncloader.online.forks import generation
 from asyncloader.online.handle import FeedHandle
 from asyncloader.online.intake import Change
 from asyncloader.online.keys import FeedBatches, FeedSamples, Place, Sample, SampleKey, check_options, feeds
@@ -158,6 +159,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         Raises:
             ValueError: for one that is no integer, or goes back.
         """
+        self.check_process()
         return self._ledger.version
 
     @version.setter
@@ -186,11 +188,13 @@ class Feed(Outlet, SuppliesKeys[T]):
     def close(self, reason: str = "it was closed") -> None:
         """Take no more samples, and lease no more items; wake all who wait. What is there still goes to the trainer.
 
-        Items that are leased then are not settled, and in states.
+        Items that are leased then are not settled, and in states. In a fork of the process this does nothing.
 
         Args:
             reason: For the errors of those who come later.
         """
+        if self._process != generation():
+            return
         with Change(self), self._lock:
             self._closed_by = self._closed_by or reason
             self._ledger.closed = True

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncloader import threads
 from asyncloader.online.errors import FeedClosedError
+from asyncloader.online.forks import keep_from_forks
 from asyncloader.online.keys import Sample
 from asyncloader.online.lease import LeaseRequest, Leases
 from asyncloader.online.rank_feed import RankFeed
-from asyncloader.online.wire import keep_from_forks, parts_of, prove, receive
+from asyncloader.online.wire import parts_of, prove, receive
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from typing import Any, SupportsFloat
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.errors import FeedClosedError, FeedFullError
+from asyncloader.online.forks import generation
 from asyncloader.online.lease import LeaseRequest, Leases
 from asyncloader.online.ledger import Ledger, Rules, Unit
 from asyncloader.online.source import WAITS, PlainSource, StreamSource, source_of
@@ -47,6 +48,7 @@ class Intake:
         spill: str | PathLike[str] | None,
     ) -> None:
         self.group_size = group_size
+        self._process = generation()
         self._ledger = Ledger(rules)
         self._source = None if source is None else source_of(source, partial(_item_came, weakref.ref(self)))
         self._pushed = 0  # samples or groups that were put without a lease
@@ -197,6 +199,18 @@ class Intake:
         if (priority := _checked_priority(priority)) and order != "priority":
             raise ValueError(f'priority is for order="priority": with {order!r} it has no effect')
         return list(samples), version, cost, priority
+
+    def check_process(self) -> None:
+        """See that this is not a fork's copy of the feed: the trainer would hear nothing of what is put there.
+
+        Raises:
+            RuntimeError: if it is.
+        """
+        if self._process != generation():
+            raise RuntimeError(
+                "this feed is in another process, of which this one is a fork: call feed.handle() there, and give the "
+                "handle to this process"
+            )
 
     def _check_source(self) -> None:
         if self._source is None:
@@ -438,11 +452,12 @@ class Change:
         self._feed = feed
 
     def __enter__(self) -> None:
-        """See that this thread does not have the lock.
+        """See that the lock can be had: this thread does not hold it, and this process is not a fork.
 
         Raises:
-            RuntimeError: if it has.
+            RuntimeError: if not.
         """
+        self._feed.check_process()
         if (thread := self._feed._called_out_in) and thread == threading.get_ident():
             raise RuntimeError(
                 "a source that is read under the lock of its feed cannot use the feed: give the feed a function that "

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import pickle
 import secrets
 import socket
 import struct
-import weakref
 from collections.abc import Generator
 from typing import Any, TypeAlias
 
@@ -23,24 +21,9 @@ _NONCE = 32
 _SMALL = 1 << 16
 
 _LONGEST_PROOF_S = 10.0
-_of_this_process: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 Reading: TypeAlias = Generator[int, bytearray, Any]
 """Yields how many bytes it is to be sent, as they come; returns a message."""
-
-
-def keep_from_forks(sock: socket.socket) -> socket.socket:
-    """Return a socket that forks of this process will not have: otherwise, the other side would not see its end."""
-    _of_this_process.add(sock)
-    return sock
-
-
-def _close_inherited() -> None:
-    for sock in tuple(_of_this_process):
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
 
 
 def parts_of(message: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,64 @@ def test_forks_of_the_trainer_hold_no_connections(start: Callable[..., Any]) -> 
         os.kill(fork, signal.SIGKILL)
     for end in (ours, theirs):
         end.close()
+
+
+USES: dict[str, Callable[[Feed[Any], Any], object]] = {
+    "put": lambda feed, _: asyncio.run(feed.put(1)),
+    "put_many": lambda feed, _: asyncio.run(feed.put_many([1])),
+    "put_nowait": lambda feed, _: feed.put_nowait(1),
+    "put_sync": lambda feed, _: feed.put_sync(1),
+    "lease": lambda feed, _: feed.lease().__enter__(),
+    "leases": lambda feed, _: next(feed.leases()),
+    "put of a lease": lambda _, held: held.put(1),
+    "drop of a lease": lambda _, held: held.drop(),
+    "version": lambda feed, _: feed.version,
+    "set version": lambda feed, _: setattr(feed, "version", 1),
+    "handle": lambda feed, _: feed.handle(),
+    "stats": lambda feed, _: feed.stats(),
+    "state": lambda feed, _: feed.state_dict(),
+    "load": lambda feed, _: feed.load_state_dict(feed.state_dict()),
+    "iterate": lambda feed, _: next(iter(DataLoader(feed))),
+}
+
+
+def use_copy(feed: Feed[Any], held: Any, pipe: Any) -> None:
+    """Use a feed in a fork, while the lock of the copy is held."""
+    for use in USES.values():
+        try:
+            pipe.send(repr(use(feed, held)))
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+    held.retry()
+    feed.close()
+    pipe.send(feed._ledger.closed)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_that_uses_the_feed_is_refused(start: Callable[..., Any], tmp_path: Path) -> None:
+    """It is told to use a handle; the trainer's feed, and its folder, are as if nothing had been."""
+    feed = Feed(range(2), batch_size=1, spill=tmp_path)
+    feed.put_nowait("before")
+    held = feed.lease().__enter__()
+    receiving, sending = mp.get_context("fork").Pipe(duplex=False)
+    with feed._lock:  # as a thread of the trainer may have it at the moment
+        start("fork", use_copy, feed, held, sending)
+    sending.close()
+    for name in USES:
+        assert receiving.poll(20), name
+        assert receiving.recv().startswith("RuntimeError: this feed is in another process"), name
+    assert receiving.recv() is False
+    with pytest.raises(EOFError):
+        receiving.recv()
+    receiving.close()
+    held.put("leased")
+    feed.put_nowait("after")
+    feed.close()
+    again = Feed(range(2), batch_size=1, spill=tmp_path)
+    with again.lease() as item:
+        assert item.value == 1
+        again.close()
+    assert [sample for batch in DataLoader(again) for sample in batch] == ["before", "after", "leased"]
 
 
 async def _wait(handle: FeedHandle) -> None:
