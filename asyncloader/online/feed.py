@@ -360,10 +360,7 @@ class Feed(Outlet, SuppliesKeys[T]):
 
 
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Feed.__init__).parameters.items()}
-_NEEDS = {
-    "source": ("window", "max_retries", "lease_timeout"),
-    "max_staleness": ("steps_per_version", "on_stale"),
-}
+_OF_LEASES = ("window", "max_retries", "lease_timeout")
 
 
 def _rules(given: dict[str, Any]) -> Rules:
@@ -399,12 +396,11 @@ def _rules(given: dict[str, Any]) -> Rules:
             f"a batch of {given['batch_size']} samples could never be formed: max_samples should be at least batch_size"
             + ("" if ranks == 1 else f", for each of {ranks} ranks")
         )
-    for needed, names in _NEEDS.items():
-        if given[needed] is None:
-            for name in names:
-                if given[name] != _DEFAULTS[name]:
-                    raise ConfigurationError(f"{name} has no effect without {needed}")
-    if given["on_stale"] == "recycle" and given["source"] is None:
-        raise ConfigurationError('on_stale="recycle" has no effect without source: there are no items to lease again')
+    if given["source"] is None:
+        for name in _OF_LEASES:
+            if given[name] != _DEFAULTS[name]:
+                raise ConfigurationError(f"{name} has no effect without source: there are no items to lease")
+        if given["on_stale"] == "recycle":
+            raise ConfigurationError('on_stale="recycle" has no effect without source: no items can be leased again')
     same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last", "seed")
     return Rules(size, limit, staleness, steps, ranks=ranks, **{name: given[name] for name in same})

@@ -42,8 +42,9 @@ whole = Ledger.state
 
 def state(ledger, done):
     found = whole(ledger, done)
-    lost = {unit for batch in found["batches"] for unit in batch}
-    return {**found, "batches": [], "units": [unit for unit in found["units"] if unit[0] not in lost]}
+    lost = {unit.id for batch in [*ledger._batches][max(0, done - ledger.done) :] for unit in batch}
+    ready = [number for number in found["ready"] if number not in lost]
+    return {**found, "ready": ready, "units": [unit for unit in found["units"] if unit[0] not in lost]}
 
 Ledger.state = state
 for seed in range(30):
