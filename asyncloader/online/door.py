@@ -127,12 +127,11 @@ class Door:
 
     def _look_at_ranks(self) -> None:
         """End a run whose ranks have waited for too long, now or when it is time."""
-        feed, timer = self._feed(), self._timer
+        if self._timer is not None:
+            self._timer.cancel()
+        feed = self._feed()
         due = None if feed is None else feed.look_at_ranks(self._loop.time())
-        if due is not None and (timer is None or timer.when() <= self._loop.time() or due < timer.when()):
-            if timer is not None:
-                timer.cancel()
-            self._timer = self._loop.call_at(due, self._look_at_ranks)
+        self._timer = None if due is None else self._loop.call_at(due, self._look_at_ranks)
 
 
 class _Connection:
@@ -253,7 +252,7 @@ class _Connection:
     def _rank_load_now(self, feed: ServesHandles, rank: int, state: dict[str, Any]) -> None:
         feed.rank_load(rank, state)
 
-    def _ask_now(self, feed: ServesHandles, given: int) -> None:
+    async def _ask(self, feed: ServesHandles, given: int) -> None:  # in a task, as `_begin`: in the order of messages
         if self._seat is not None:
             feed.rank_asks(self._seat, given, asyncio.get_running_loop().time())
             self._look()

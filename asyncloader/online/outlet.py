@@ -254,7 +254,7 @@ class Outlet(Intake):
             self._ranks.time_out(waiting, self._step_timeout, producers)
             others = self._all_ranks()
         wake_all(others)
-        return None
+        return now  # others may have waited as long
 
 
 def nobody() -> None:

@@ -192,6 +192,22 @@ def test_ranks_that_do_not_come_in_time() -> None:
     handle.close()
 
 
+def test_a_rank_that_begins_and_asks_at_once() -> None:
+    """The feed hears of both in this order, also if it was busy meanwhile."""
+    feed = Feed(batch_size=1, num_replicas=2, step_timeout=0.05)
+    handle = feed.handle()
+    for _ in range(10):
+        link, is_sent = handle.connect(), threading.Event()
+        assert feed._door is not None
+        feed._door._loop.call_soon_threadsafe(is_sent.wait)
+        begun = link.send("begin", (0, None))
+        link.send("ask", (0,))
+        is_sent.set()
+        assert isinstance(begun.exception(20), RanksError)
+        link.close()
+    handle.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "prefetch_factor": 3}])
 def test_states_for_other_numbers_of_ranks(options: dict[str, Any]) -> None:
     """What three ranks were given, and two after them, and one at last, is each item once."""
