@@ -23,7 +23,7 @@ from asyncloader.online.forks import keep_from_forks
 from asyncloader.online.keys import SampleKey
 from asyncloader.online.lease import GivesLeases
 from asyncloader.online.ranks import RankPlace, Seat
-from asyncloader.online.wire import check, parts_of, receive_async
+from asyncloader.online.wire import Leased, Unreadable, Withdrawn, check, parts_of, receive_async
 
 _LONGEST_PROOF_S = 10.0
 
@@ -149,8 +149,10 @@ class _Connection:
         self._sock = sock
         self._feed, self._look = feed, look
         self._seat: Seat | None = None  # of the rank whose iterator this is
-        self._leases: set[int] = set()  # that the handle was given
+        self._leases: dict[int, int] = {}  # that the handle was given, and the numbers of the requests
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[int, asyncio.Task[None]] = {}  # those whose requests can be withdrawn, by number
+        self._is_over = False
         self._sending = asyncio.Lock()
 
     async def serve(self, secret: bytes) -> None:
@@ -159,23 +161,18 @@ class _Connection:
             async with asyncio.timeout(_LONGEST_PROOF_S):
                 await check(self._sock, secret)
             if (feed := self._feed()) is not None:
-                await asyncio.get_running_loop().sock_sendall(self._sock, b"".join(parts_of(feed.version)))
+                await asyncio.get_running_loop().sock_sendall(self._sock, b"".join(parts_of(0, feed.version)))
             del feed
             while True:
-                number, name, arguments = await receive_async(self._sock)
+                number, request = await receive_async(self._sock)
                 if (feed := self._feed()) is None:
                     return
-                if (answer := self._answer_now(feed, name, arguments)) is not None:
-                    await self._send(number, *answer, feed.version)
-                else:
-                    task = asyncio.create_task(self._answer_later(feed, number, name, arguments))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-                    del task
-                del feed, arguments
+                await self._serve_one(feed, number, request)
+                del feed, request  # while the next one is waited for
         except (EOFError, OSError):
             pass
         finally:
+            self._is_over = True
             for each in tuple(self._tasks):
                 each.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -185,6 +182,22 @@ class _Connection:
                     feed.give_back(lease, failed=True)
                 if self._seat is not None:
                     feed.rank_leaves(self._seat)
+
+    async def _serve_one(self, feed: ServesHandles, number: int, request: Any) -> None:
+        if isinstance(request, Unreadable):
+            error = RuntimeError(f"what was sent cannot be unpickled in the feed's process: {request.reason}")
+            await self._send(number, error, None, feed.version)
+            return
+        name, arguments = request
+        if name == "withdraw":
+            await asyncio.sleep(0)  # a task that has not begun would end without an answer
+        if (answer := self._answer_now(feed, name, arguments)) is not None:
+            await self._send(number, *answer, feed.version)
+        else:
+            task = asyncio.create_task(self._answer_later(feed, number, name, arguments))
+            self._tasks.add(task)
+            self._waiting[number] = task
+            task.add_done_callback(self._tasks.discard)
 
     def _answer_now(self, feed: ServesHandles, name: str, arguments: Any) -> tuple[Exception | None, Any] | None:
         """Return the error, or what was asked for; None if that may have to be waited for."""
@@ -199,25 +212,33 @@ class _Connection:
 
     async def _answer_later(self, feed: ServesHandles, number: int, name: str, arguments: Any) -> None:
         error: Exception | None = None
-        value = None
+        value: Any = None
         try:
             value = await getattr(self, f"_{name}")(feed, *arguments)
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise
+            error = Withdrawn()
         except Exception as raised:
             error = raised
+        # There is no await between what was done and this: a request that is withdrawn was not carried out.
+        self._waiting.pop(number, None)
+        if type(value) is Leased:
+            self._leases[value.lease] = number
         with suppress(OSError):  # the connection has ended, which `serve` sees as well
             await self._send(number, error, value, feed.version)
 
     def _put_leased_now(self, feed: ServesHandles, lease: int, *put: Any) -> None:
         feed.put_leased(lease, *put)
-        self._leases.discard(lease)
+        self._leases.pop(lease, None)
 
     def _drop_leased_now(self, feed: ServesHandles, lease: int, cost: float) -> None:
         feed.drop_leased(lease, cost)
-        self._leases.discard(lease)
+        self._leases.pop(lease, None)
 
     def _give_back_now(self, feed: ServesHandles, lease: int, failed: bool) -> None:
         feed.give_back(lease, failed=failed)
-        self._leases.discard(lease)
+        self._leases.pop(lease, None)
 
     def _put_now(
         self, feed: ServesHandles, samples: Any, version: int | None, cost: float | None, first: float
@@ -232,10 +253,19 @@ class _Connection:
     async def _put_many(self, feed: ServesHandles, many: list[Any], version: int | None) -> None:
         await feed.put_many(many, version=version)
 
-    async def _lease(self, feed: ServesHandles) -> Any:
+    async def _lease(self, feed: ServesHandles) -> Leased:
         unit = await feed.await_lease()
-        self._leases.add(unit.lease)
-        return unit.id, unit.item, unit.version, unit.tries, unit.lease
+        return Leased(unit.id, unit.item, unit.version, unit.tries, unit.lease)
+
+    def _withdraw_now(self, feed: ServesHandles, number: int) -> None:
+        """Have a request be answered now, by `Withdrawn` if it waits: nobody waits for what it would come to."""
+        if (task := self._waiting.pop(number, None)) is not None:
+            task.cancel()
+
+    def _unread_now(self, feed: ServesHandles, number: int) -> None:
+        """Give back the lease that the answer to a request had: the handle could not unpickle it."""
+        for lease in [each for each, request in self._leases.items() if request == number]:
+            self._give_back_now(feed, lease, failed=True)
 
     def _set_version_now(self, feed: ServesHandles, version: int) -> None:
         feed.version = version
@@ -269,9 +299,10 @@ class _Connection:
 
     async def _send(self, number: int, error: Exception | None, value: Any, version: int) -> None:
         try:
-            parts = parts_of((number, error, value, version))
+            parts = parts_of(number, (error, value, version))
         except Exception as raised:  # what the source gave, or raised, cannot be pickled; `serve` gives it back
-            parts = parts_of((number, RuntimeError(f"{type(raised).__name__}: {raised} ({error!r})"), None, version))
+            text = f"{type(raised).__name__}: {raised} ({error!r})"
+            parts = parts_of(number, (RuntimeError(text), None, version))
         async with self._sending:
             for part in parts:
                 await asyncio.get_running_loop().sock_sendall(self._sock, part)

@@ -9,6 +9,7 @@ The handle is pickled to other processes, as an argument of theirs, and not over
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import threading
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from asyncloader import threads
 from asyncloader.online.errors import FeedClosedError
@@ -25,19 +26,21 @@ from asyncloader.online.forks import keep_from_forks
 from asyncloader.online.keys import Sample
 from asyncloader.online.lease import LeaseRequest, Leases
 from asyncloader.online.rank_feed import RankFeed
-from asyncloader.online.wire import parts_of, prove, receive
+from asyncloader.online.wire import Leased, Unreadable, parts_of, prove, receive
 
 T = TypeVar("T")
 
 
-class _Leased(NamedTuple):
-    """What is leased, as `Unit` says it."""
+class _Answer(Future[Any]):
+    """What a request comes to.
 
-    id: int
-    item: Any
-    version: int
-    tries: int
-    lease: int
+    Args:
+        number: Of the request.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 class _Link:
@@ -55,34 +58,56 @@ class _Link:
         try:
             self.sock.connect(address)
             prove(self.sock, secret)
-            self.version: int = receive(self.sock)
+            version: int
+            _, version = receive(self.sock)
+            self.version = version
         except (OSError, EOFError) as error:
             self.sock.close()
             raise FeedClosedError(
                 "there is no feed behind this handle: it was closed, its process ended, or this is another machine"
             ) from error
-        self.futures: dict[int, Future[Any]] = {}
+        self.futures: dict[int, _Answer] = {}
         self.is_over = False
         self.pid = os.getpid()
-        self._numbers = 0
+        self._numbers = itertools.count(1)
         self._sending = threading.Lock()
         threads.start(partial(_read, self), "asyncloader feed handle", self.close)
 
-    def send(self, name: str, arguments: Any) -> Future[Any]:
+    def send(self, name: str, arguments: Any) -> _Answer:
         """Send a request; return what its answer comes to."""
-        future: Future[Any] = Future()
+        answer = self.answer()
+        self.ask(answer, name, arguments)
+        return answer
+
+    def answer(self) -> _Answer:
+        """Return what a request will come to, for `ask`; and for `withdraw`, even if `ask` is interrupted."""
+        return _Answer(next(self._numbers))
+
+    def ask(self, answer: _Answer, name: str, arguments: Any) -> None:
+        """Send a request."""
+        parts = parts_of(answer.number, (name, arguments))
         with self._sending:
-            number = self._numbers = self._numbers + 1
-            parts = parts_of((number, name, arguments))
-            self.futures[number] = future
+            self.futures[answer.number] = answer
             try:
                 for part in parts:
                     self.sock.sendall(part)
             except OSError:
                 self.fail()
+            except BaseException:  # the handler of a signal raised: what follows a part of a message cannot be read
+                self.close()
+                raise
             if self.is_over:
                 self.fail()
-        return future
+
+    def withdraw(self, answer: _Answer) -> None:
+        """Have a request not be carried out any more, if it waits. A lease that comes all the same is given back."""
+        answer.add_done_callback(self._refuse)
+        if self.futures.get(answer.number) is answer:
+            self.send("withdraw", (answer.number,))
+
+    def _refuse(self, answer: Future[Any]) -> None:
+        if not answer.cancelled() and answer.exception() is None and type(value := answer.result()) is Leased:
+            self.send("give_back", (value.lease, False))
 
     def fail(self) -> None:
         """Tell those who wait that the feed has ended."""
@@ -101,20 +126,47 @@ class _Link:
 
 
 def _read(link: _Link) -> None:
-    with link.sock, suppress(EOFError, OSError):
-        while True:
-            number, error, value, link.version = receive(link.sock)
-            if (future := link.futures.pop(number, None)) is None:
-                continue
-            if not future.set_running_or_notify_cancel():
-                if value is not None:  # a lease that nobody waits for any more
-                    link.send("give_back", (_Leased(*value).lease, False))
-            elif error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(value)
-            del future, error, value  # while the next answer is waited for
-    link.fail()
+    try:
+        with link.sock, suppress(EOFError, OSError):
+            while True:
+                number, answer = receive(link.sock)
+                if isinstance(answer, Unreadable):
+                    text = f"what the feed has sent cannot be unpickled in this process: {answer.reason}"
+                    error, value = RuntimeError(text), None
+                    link.send("unread", (number,))  # it may have been a lease
+                else:
+                    error, value, link.version = answer
+                future = link.futures.pop(number, None)
+                if future is not None and future.set_running_or_notify_cancel():
+                    if error is not None:
+                        future.set_exception(error)
+                    else:
+                        future.set_result(value)
+                del future, answer, error, value  # while the next answer is waited for
+    finally:
+        link.fail()
+
+
+def _note_error(answer: asyncio.Future[Any]) -> None:
+    """Keep asyncio from logging that nobody saw an error."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def _cancel_later() -> None:
+    """Have this task be cancelled at its next await, because a cancellation came too late for this one.
+
+    A time limit that ends with this await takes the cancellation back, and the task goes on.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        if task.cancelling():
+            task.uncancel()
+            task.cancel()
+
+    asyncio.get_running_loop().call_soon(cancel)
 
 
 class FeedHandle:
@@ -146,18 +198,23 @@ class FeedHandle:
     async def put(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
     ) -> None:
-        """Put a sample, or the list of a group; wait until there is room: see :meth:`Feed.put`."""
-        await asyncio.wrap_future(self._send("put", (samples, self._made_with(version), cost, priority)))
+        """Put a sample, or the list of a group; wait until there is room: see :meth:`Feed.put`.
+
+        If the task is cancelled meanwhile, by a time limit for example, the sample is not put. If it was put before the
+        feed heard of that, this returns, and the task is cancelled at its next ``await``, unless the time limit has
+        ended.
+        """
+        await self._until("put", (samples, self._made_with(version), cost, priority))
 
     async def put_many(self, many: Iterable[Any], *, version: int | None = None) -> None:
         """Put many samples, or groups, in one message: see :meth:`Feed.put_many`."""
-        await asyncio.wrap_future(self._send("put_many", (list(many), self._made_with(version))))
+        await self._until("put_many", (list(many), self._made_with(version)))
 
     def put_sync(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
     ) -> None:
         """Put a sample, or a group, from a thread, which waits until there is room: see :meth:`Feed.put`."""
-        self._send("put", (samples, self._made_with(version), cost, priority)).result()
+        self._until_sync("put", (samples, self._made_with(version), cost, priority))
 
     @property
     def version(self) -> int:
@@ -191,11 +248,11 @@ class FeedHandle:
 
     def wait_lease(self) -> Any:
         """Wait for a lease, in a thread."""
-        return _Leased(*self._send("lease", ()).result())
+        return self._until_sync("lease", ())
 
     async def await_lease(self) -> Any:
         """Wait for a lease."""
-        return _Leased(*await asyncio.wrap_future(self._send("lease", ())))
+        return await self._until("lease", ())
 
     def put_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
         """Put what was made under a lease."""
@@ -227,8 +284,37 @@ class FeedHandle:
         """Return a connection of one's own."""
         return _Link(self._address, self._secret)
 
-    def _send(self, name: str, arguments: Any) -> Future[Any]:
+    def _send(self, name: str, arguments: Any) -> _Answer:
         return self._connected().send(name, arguments)
+
+    async def _until(self, name: str, arguments: Any) -> Any:
+        """Return the answer to a request that may wait. If the task is cancelled, the request is withdrawn."""
+        link = self._connected()
+        answer = link.send(name, arguments)
+        wrapped = asyncio.wrap_future(answer)
+        try:
+            await asyncio.wait({wrapped})
+        except asyncio.CancelledError:
+            link.withdraw(answer)
+            wrapped.add_done_callback(_note_error)
+            if name == "lease":  # which is given back
+                raise
+            await asyncio.wait({wrapped})
+            if wrapped.exception() is not None:
+                raise
+            _cancel_later()
+        return wrapped.result()
+
+    def _until_sync(self, name: str, arguments: Any) -> Any:
+        """Do as `_until`, in a thread, whose signals may raise."""
+        link = self._connected()
+        answer = link.answer()
+        try:
+            link.ask(answer, name, arguments)
+            return answer.result()
+        except BaseException:
+            link.withdraw(answer)
+            raise
 
     def _connected(self) -> _Link:
         with self._lock:

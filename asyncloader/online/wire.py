@@ -1,6 +1,8 @@
 """What feeds and their handles in other processes send each other: pickles, with large buffers beside them.
 
-    [number of buffers, length of the pickle] [lengths of the buffers] [pickle] [buffer] [buffer] ...
+    [number of buffers, length of the pickle, tag] [lengths of the buffers] [pickle] [buffer] [buffer] ...
+
+The tag is the number of a request, in its answer as well: so it is known whose message cannot be unpickled.
 
 Both sides prove first that they know the secret of the feed: what follows is unpickled.
 """
@@ -14,39 +16,66 @@ import secrets
 import socket
 import struct
 from collections.abc import Generator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-_HEAD = struct.Struct("<IQ")
+_HEAD = struct.Struct("<IQQ")
 _NONCE = 32
 _SMALL = 1 << 16
 
 _LONGEST_PROOF_S = 10.0
 
-Reading: TypeAlias = Generator[int, bytearray, Any]
-"""Yields how many bytes it is to be sent, as they come; returns a message."""
+Reading: TypeAlias = Generator[int, bytearray, tuple[int, Any]]
+"""Yields how many bytes it is to be sent, as they come; returns a tag and a message."""
 
 
-def parts_of(message: Any) -> list[Any]:
+class Leased(NamedTuple):
+    """What is leased, as `Unit` says it."""
+
+    id: int
+    item: Any
+    version: int
+    tries: int
+    lease: int
+
+
+class Unreadable(NamedTuple):
+    """In place of a message that could not be unpickled.
+
+    Attributes:
+        reason: The error.
+    """
+
+    reason: str
+
+
+class Withdrawn(Exception):
+    """In place of an answer: the request was withdrawn while it waited."""
+
+
+def parts_of(tag: int, message: Any) -> list[Any]:
     """Return the bytes of a message, in few pieces; large buffers are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, 5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
-    head = _HEAD.pack(len(views), len(pickled)) + struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
+    head = _HEAD.pack(len(views), len(pickled), tag) + struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
     return [head + pickled, *views] if len(pickled) < _SMALL else [head, pickled, *views]
 
 
 def _message() -> Reading:
-    count, length = _HEAD.unpack((yield _HEAD.size))
+    count, length, tag = _HEAD.unpack((yield _HEAD.size))
     rest = yield 8 * count + length
     lengths = struct.unpack_from(f"<{count}Q", rest)
     buffers = []
     for each in lengths:
         buffers.append((yield each))
-    return pickle.loads(memoryview(rest)[8 * count :], buffers=buffers)
+    try:
+        return tag, pickle.loads(memoryview(rest)[8 * count :], buffers=buffers)
+    except Exception as error:  # of the user's classes; the next message is whole
+        return tag, Unreadable(f"{type(error).__name__}: {error}")
 
 
-def receive(sock: socket.socket) -> Any:
-    """Receive a message, in a thread.
+def receive(sock: socket.socket) -> tuple[int, Any]:
+    """Receive a tag and a message, in a thread; `Unreadable` if it cannot be unpickled.
 
     Raises:
         EOFError: if the other side has ended.
@@ -64,11 +93,12 @@ def receive(sock: socket.socket) -> Any:
         try:
             wanted = reading.send(data)
         except StopIteration as end:
-            return end.value
+            found: tuple[int, Any] = end.value
+            return found
 
 
-async def receive_async(sock: socket.socket) -> Any:
-    """Receive a message, on an event loop: see `receive`."""
+async def receive_async(sock: socket.socket) -> tuple[int, Any]:
+    """Receive a tag and a message, on an event loop: see `receive`."""
     loop, reading = asyncio.get_running_loop(), _message()
     wanted = next(reading)
     while True:
@@ -81,7 +111,8 @@ async def receive_async(sock: socket.socket) -> Any:
         try:
             wanted = reading.send(data)
         except StopIteration as end:
-            return end.value
+            found: tuple[int, Any] = end.value
+            return found
 
 
 def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:

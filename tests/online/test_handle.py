@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import multiprocessing as mp
 import os
@@ -270,7 +271,7 @@ async def test_everything_that_a_feed_does() -> None:
 
 
 async def test_a_task_that_is_cancelled_holds_no_lease() -> None:
-    """The lease that comes too late for it is given back."""
+    """Its request is withdrawn, or the lease that comes too late for it is given back."""
     feed = Feed(range(2), batch_size=1, max_samples=1)
     handle = feed.handle()
     async with feed.lease() as held:
@@ -279,12 +280,214 @@ async def test_a_task_that_is_cancelled_holds_no_lease() -> None:
         task.cancel()
         await asyncio.wait({task})
         held.drop()
-    await asyncio.to_thread(wait_until, lambda: feed.stats().pending == 1)
     async with feed.lease() as again:
         assert (again.value, again.tries) == (1, 0)
         again.drop()
     handle.close()
     feed.close()
+
+
+def is_answered(handle: FeedHandle) -> bool:
+    """Whether a handle has had all its answers."""
+    assert handle._link is not None
+    return not handle._link.futures
+
+
+async def test_a_lease_that_came_before_the_task_was_cancelled() -> None:
+    """The loop was busy, and had not told the task: the lease is given back."""
+    feed = Feed(range(3), batch_size=1, max_samples=1)
+    handle = feed.handle()
+    for _ in range(3):
+        task = asyncio.create_task(_wait(handle))
+        await asyncio.sleep(0)
+        wait_until(lambda: feed.stats().running == 1 and is_answered(handle))  # without letting the loop go on
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        await asyncio.to_thread(wait_until, lambda: feed.stats().pending == 1)
+    async with handle.lease() as item:
+        assert (item.value, item.tries) == (0, 0)
+        item.drop()
+    handle.close()
+    feed.close()
+
+
+class InterruptError(BaseException):
+    """What the handler of a signal raises, as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """Interrupt the main thread, which waits in this block, when a condition holds."""
+
+    def handler(*_: object) -> None:
+        raise InterruptError
+
+    def watch() -> None:
+        wait_until(condition)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=watch)
+    try:
+        thread.start()
+        with pytest.raises(InterruptError):
+            yield
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_thread_that_is_interrupted() -> None:
+    """Its lease is given back, and its put is not carried out."""
+    feed = Feed(range(3), batch_size=1, max_samples=1)
+    handle = feed.handle()
+    held = feed.lease().__enter__()
+    with interrupted_when(lambda: feed.stats().producers_waiting == 1):
+        handle.lease().__enter__()
+    wait_until(lambda: feed.stats().producers_waiting == 0)
+    with interrupted_when(lambda: feed.stats().producers_waiting == 1):
+        handle.put_sync("interrupted")
+    wait_until(lambda: feed.stats().producers_waiting == 0)
+    held.put("held")
+    assert handle.version == 0
+    feed.close()
+    assert list(DataLoader(feed)) == [["held"]]
+    handle.close()
+
+
+@pytest.mark.parametrize("is_many", [False, True])
+async def test_a_put_that_is_cancelled_is_not_carried_out(is_many: bool) -> None:
+    """Who tries again puts the sample once, as with the feed itself."""
+    feed = Feed(batch_size=1, max_samples=1)
+    handle = feed.handle()
+    await handle.put("a")
+    for _ in range(3):
+        put = handle.put_many(["b", "c"]) if is_many else handle.put("b")
+        task = asyncio.create_task(put)
+        await asyncio.to_thread(wait_until, lambda: feed.stats().producers_waiting == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert feed.stats().producers_waiting == 0
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(handle.put("b"), 0.05)
+    last = asyncio.create_task(handle.put("last"))
+    found: list[str] = []
+    async for batch in DataLoader(feed):
+        found += batch
+        if len(found) == 2:
+            await last
+            feed.close()
+    assert found == ["a", "last"]
+    handle.close()
+
+
+async def test_a_put_that_was_done_before_it_was_cancelled() -> None:
+    """A time limit takes it as done; whoever is cancelled for good is so at the next await."""
+    feed = Feed(batch_size=1, max_samples=9)
+    handle = feed.handle()
+    done: list[str] = []
+
+    async def put(sample: str) -> None:
+        await handle.put(sample)
+        done.append(sample)
+        await asyncio.sleep(20)
+
+    def wait_for_put(count: int) -> None:
+        wait_until(lambda: feed.stats().ready == count and is_answered(handle))  # without letting the loop go on
+
+    task = asyncio.create_task(put("cancelled"))
+    await asyncio.sleep(0)
+    wait_for_put(1)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert done == ["cancelled"]
+    asyncio.get_running_loop().call_soon(wait_for_put, 2)
+    async with asyncio.timeout(0):
+        await handle.put("limited")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    feed.close()
+    assert [batch async for batch in DataLoader(feed)] == [["cancelled"], ["limited"]]
+    handle.close()
+
+
+class Closed:
+    """Can be pickled, and not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _raise, ()
+
+
+def _raise() -> None:
+    raise LookupError("no such class here")
+
+
+class OddError(Exception):
+    """Cannot be unpickled, as many that have two arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} {two}")
+
+
+async def test_a_sample_that_the_trainer_cannot_unpickle() -> None:
+    """The producer is told each time, its item has failed, and its other requests go on."""
+    feed = Feed(range(1), batch_size=1, max_samples=2, max_retries=1)
+    handle = feed.handle()
+    for tries in range(2):
+        with pytest.raises(RuntimeError, match="cannot be unpickled in the feed's process: LookupError: no such class"):
+            async with handle.lease() as item:
+                assert (item.value, item.tries) == (0, tries)
+                await item.put(Closed())
+    for put in (handle.put(Closed()), handle.put_many([1, Closed()])):
+        with pytest.raises(RuntimeError, match="cannot be unpickled in the feed's process"):
+            await put
+    with pytest.raises(RuntimeError, match="cannot be unpickled in the feed's process"):
+        handle.put_sync(Closed())
+    await handle.put("good")
+    feed.close()
+    assert [batch async for batch in DataLoader(feed)] == [["good"]]
+    assert feed.stats().counts["failed"] == 1
+    handle.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_answer_that_the_producer_cannot_unpickle(is_async: bool) -> None:
+    """The producer is told; an item counts as failed, and is nobody's no more."""
+
+    def source() -> Iterator[Any]:
+        yield Closed()
+        yield "good"
+        raise OddError(1, 2)
+
+    feed = Feed(source(), batch_size=1, max_samples=2, max_retries=0)
+    handle = feed.handle()
+
+    def lease() -> object:
+        return asyncio.run(_lease(handle)) if is_async else _lease_sync(handle)
+
+    with pytest.raises(RuntimeError, match="cannot be unpickled in this process: LookupError: no such class here"):
+        lease()
+    wait_until(lambda: feed.stats().running == 0)
+    assert lease() == "good"
+    assert feed.stats().counts["failed"] == 1
+    with pytest.raises(RuntimeError, match=r"cannot be unpickled in this process: TypeError: .*OddError"):
+        lease()
+    handle.close()
+
+
+def _lease_sync(handle: FeedHandle) -> object:
+    with handle.lease() as item:
+        item.drop()
+        return item.value
+
+
+async def _lease(handle: FeedHandle) -> object:
+    async with handle.lease() as item:
+        item.drop()
+        return item.value
 
 
 async def test_large_arrays() -> None:
