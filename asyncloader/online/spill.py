@@ -5,7 +5,8 @@
 
 A record is of an item of the source, or of a sample that was put without a lease; either is known by its number. A
 state contains all that was put before it and is not trained, so what was written before a state that is saved is not
-needed any more. A record that was not written whole, because the process died, is the last one of its file.
+needed any more. A record that was not written whole, because the process died or the disk was full, ends what is read
+of its file, whatever follows.
 
 Records are written without fsync: they survive the process, not the machine.
 """
@@ -130,9 +131,11 @@ class Spill:
 
     def _read_index(self, path: Path) -> None:
         with path.open("rb") as file:
-            offset = 0
+            offset, size = 0, os.fstat(file.fileno()).st_size
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
                 length, checksum = _HEAD.unpack(head)
+                if not 0 < length <= size - offset - _HEAD.size:
+                    return
                 record = file.read(length)
                 if len(record) < length or zlib.crc32(record) != checksum:
                     return

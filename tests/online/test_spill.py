@@ -159,6 +159,20 @@ def test_a_record_that_is_not_whole(tmp_path: Path) -> None:
         found.close()
 
 
+@pytest.mark.parametrize("tail", [bytes(12), bytes(100), b"a" * 12, b"a" * 1000], ids=["0", "zeros", "a", "aaa"])
+def test_what_is_no_record_at_the_end_of_a_file(tmp_path: Path, tail: bytes) -> None:
+    """Zeros, or what is left of a longer record that failed: those before are read."""
+    spill = Spill(tmp_path)
+    spill.write("put", 0, "whole")
+    spill.close()
+    (path,) = tmp_path.glob("*.spill")
+    path.write_bytes(path.read_bytes() + tail)
+    found = Spill(tmp_path)
+    assert found.numbers("put") == [0]
+    assert found.read("put", 0) == "whole"
+    found.close()
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer is told, the item is leased again, and what follows can be read."""
     feed = Feed(range(2), batch_size=1, spill=tmp_path)
