@@ -56,7 +56,7 @@ class Whims:
         self.due = 0.0
         self.reason = "a whim"
 
-    def begin(self) -> None:
+    def begin_run(self) -> None:
         """Another run has begun."""
 
     def observe(self, load: Any) -> None:

@@ -276,6 +276,9 @@ LOADER: dict[str, Decision] = {
     "max_tasks_per_child": Free(None, 3, {"num_workers": 1}),
     "max_worker_memory": Free(None, 1 << 40, {"num_workers": 1}),
     "fingerprint": Free(False, True),
+    "device": Free(None, "cpu"),
+    "device_prefetch": Free(1, 3),
+    "device_transform": Free(None, torch.clone, {"device": "cpu"}),
 }
 CASES = [
     (kind, option, decision)
@@ -638,20 +641,6 @@ def test_lengths_are_read_once_for_all_states(tmp_path: Path) -> None:
     other = PackingBatchSampler(str(tmp_path / "lengths.npy"), block_size=10)
     with pytest.raises(StateMismatchError, match="lengths was"):
         other.load_state_dict(first)
-
-
-def test_states_of_loaders_of_earlier_versions() -> None:
-    """They are taken where they lack what is compared now, and refused for what they do say."""
-    make = lambda **options: DataLoader(DATA, batch_size=4, **options)  # noqa: E731
-    state = initial_state(inside.options(make()), 0)
-    state["fits"] = {
-        name: value
-        for name, value in state["fits"].items()
-        if name not in ("seeding", "dataset_state", "samplers", "datasets")
-    }
-    check(state, inside.options(make(seeding="sample")))
-    with pytest.raises(StateMismatchError, match="drop_last was"):
-        check(state, inside.options(make(drop_last=True)))
 
 
 def test_what_a_state_is_compared_with_is_plain_and_small() -> None:

@@ -121,7 +121,7 @@ class Wishes:
     def __init__(self) -> None:
         self.wish = 1
 
-    def begin(self) -> None: ...
+    def begin_run(self) -> None: ...
 
     def observe(self, load: Any) -> None:
         self.num_workers = self.wish

@@ -178,7 +178,7 @@ class Whims:
         self.due = 0.0
         self.reason = "a whim"
 
-    def begin(self) -> None: ...
+    def begin_run(self) -> None: ...
 
     def observe(self, load: Any) -> None:
         self.most_here, elsewhere = self.numbers[load.made % len(self.numbers)]
