@@ -38,7 +38,7 @@ import asyncloader.datasets
 import asyncloader.samplers
 from asyncloader import DataLoader, StateMismatchError, identity
 from asyncloader.datasets import TarShards
-from asyncloader.run.checkpoint import check, describe, initial_state
+from asyncloader.run.checkpoint import describe
 from asyncloader.samplers import (
     BalancedBatchSampler,
     BlockShuffleSampler,
