@@ -92,7 +92,9 @@ def test_batches_within_a_cost() -> None:
     with producing(feed, cost=lambda value: value % 13):
         taken = in_threads(*(lambda rank=rank: take(handle, rank) for rank in range(2)))
     assert len(taken[0]) == len(taken[1])
-    assert sorted(value for batches in taken for batch in batches for value in batch) == [*range(60)]
+    values = [value for batches in taken for batch in batches for value in batch]
+    assert sorted(set(values)) == [*range(60)]
+    assert len(values) - 60 in (0, 1)  # the last step may have one sample, for two ranks
     assert all(0 < len(batch) <= 16 and sum(n % 13 for n in batch) <= 20 for batches in taken for batch in batches)
     handle.close()
 
