@@ -22,6 +22,7 @@ from torch.utils.data import Sampler
 from asyncloader import identity
 from asyncloader.checks import Least, check_of
 from asyncloader.errors import ConfigurationError
+from asyncloader.messages.snapshot import unplain
 from asyncloader.online.door import Door
 from asyncloader.online.forks import generation
 from asyncloader.online.handle import FeedHandle
@@ -98,9 +99,9 @@ class Feed(Outlet, SuppliesKeys[T]):
             that says for whom they waited. None: for ever.
         spill: Folder, of this run, that what is put is written to before `put` returns. If the process is
             killed, a feed with the same folder has all of it, whichever state it goes on from: what was put after the
-            state is not made again. `trim` deletes what a saved state contains. The files survive the process; there
-            is no fsync, so a machine that loses power may lose the last ones. Only read a folder that you trust: it
-            has pickles.
+            state is not made again. `trim` deletes what a saved state makes superfluous. The files survive the process;
+            there is no fsync, so a machine that loses power may lose the last ones. Only read a folder that you trust:
+            it has pickles.
         fn: Makes of a `Sample` what is collated, in a worker of the loader. By default it is what was put.
 
     Raises:
@@ -144,7 +145,6 @@ class Feed(Outlet, SuppliesKeys[T]):
         super().__init__(source, rules, group_size, lease_timeout, spill, num_replicas, step_timeout)
         self.fn, self.batch_size = fn, batch_size
         self._door: Door | None = None
-        self._state_segment = 0  # of the spill: what follows the last state
         self._state_of_step: tuple[Any, set[int], Any] = (None, set(), None)  # where, the ranks that have it, and it
         self._loaded: tuple[str, set[int]] = ("", set())  # id of a state, and the ranks that have loaded it
         self._key = next(_numbers)
@@ -325,11 +325,23 @@ class Feed(Outlet, SuppliesKeys[T]):
             ranks = set()
         self._loaded = state["id"], ranks | {rank}
 
-    def trim(self) -> None:
-        """Delete what was spilled before the last state that was taken: call it when that is saved."""
+    def trim(self, state: dict[str, Any]) -> None:
+        """Delete what was spilled, and is not needed to go on from a state, or a later one: call it when that is saved.
+
+        After `close` this does nothing: another feed may have the folder.
+
+        Args:
+            state: Of the feed, or of the loader.
+
+        Raises:
+            StateMismatchError: if the state is of something else.
+        """
+        found = unplain(state["samplers"])["sampler"] if "samplers" in state else state
+        identity.check(found, identity.of(self))
         with Change(self), self._lock:
             if self._spill is not None:
-                self._spill.trim(self._state_segment, 0 if self._source is None else self._source.drawn)
+                source = found["source"]
+                self._spill.trim(found["segment"], 0 if source is None else source["drawn"])
 
     def place(self) -> Place:
         """Return, in place of a state, which batch comes next."""
@@ -343,14 +355,13 @@ class Feed(Outlet, SuppliesKeys[T]):
         """Return the state before a batch of a reader; of one that was left, as it is now."""
         with Change(self), self._lock:
             units = self._ledger.state(batch if run == self._runs_begun else self._next_given())
-            if self._spill is not None:
-                self._state_segment = self._spill.begin_segment()
             return {
                 "version": 1,
                 "id": secrets.token_hex(8),
                 **identity.of(self),
                 "is_over": self._ledger.is_ending and not units["ready"],
                 "pushed": self._pushed,
+                "segment": 0 if self._spill is None else self._spill.begin_segment(),
                 "source": None if self._source is None else self._call_out(self._source.state_dict),
                 "units": self._call_out(pickle.dumps, units, pickle.HIGHEST_PROTOCOL),
             }

@@ -323,6 +323,8 @@ class Intake:
         """Settle what is leased without samples."""
         cost = None if cost is None else _checked_cost(cost)
         with Change(self), self._lock:
+            if self._spill is not None and self._spill.is_closed:
+                raise self._closed_error()
             self._write("item", self._ledger.running(lease).number, None)
             self._ledger.drop(lease, cost)
 

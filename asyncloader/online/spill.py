@@ -19,12 +19,15 @@ import pickle
 import struct
 import weakref
 import zlib
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from asyncloader.errors import ConfigurationError
+from asyncloader.online.forks import keep_from_forks
 
 _HEAD = struct.Struct("<QI")
+_NUMBER = 8
 Kind = Literal["item", "put"]
 
 
@@ -43,7 +46,7 @@ class Spill:
         folder: Is made if it is not there.
 
     Raises:
-        ConfigurationError: if another process has it.
+        ConfigurationError: if another feed has it, in this process or another one.
 
     Attributes:
         segment: Number of the file that is written now.
@@ -52,19 +55,27 @@ class Spill:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        # What is written now, and the lock, which a fork does not inherit. Closed when nobody has the feed any more.
-        self._open: dict[str, int] = {"lock": os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)}
+        # What is written now, and the lock. Closed when nobody has the feed any more.
+        self._open: dict[str, FileIO] = {"lock": _opened(self._folder / "lock", os.O_CREAT)}
         weakref.finalize(self, _close, self._open)
         try:
-            fcntl.lockf(self._open["lock"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._open["lock"], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigurationError(f"another process spills to {self._folder}: each feed has a folder") from error
+            _close(self._open)
+            raise ConfigurationError(f"another feed spills to {self._folder}: each feed has a folder") from error
         self._places: dict[tuple[Kind, int], _Place] = {}
         self._offset = 0
         segments = sorted(self._folder.glob("*.spill"))
         for path in segments:
             self._read_index(path)
-        self.segment = int(segments[-1].stem) + 1 if segments else 0
+        # States name the files that they need: a number comes once, also after files were deleted.
+        next_number = os.pread(self._open["lock"].fileno(), _NUMBER, 0)
+        self.segment = max(int(next_number or 0), int(segments[-1].stem) + 1 if segments else 0)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the folder was let go of; another feed may have it."""
+        return not self._open
 
     def write(self, kind: Kind, number: int, content: Any) -> None:
         """Write a record. It survives the process when this returns.
@@ -76,9 +87,8 @@ class Spill:
         """
         record = pickle.dumps((kind, number, content), pickle.HIGHEST_PROTOCOL)
         if "file" not in self._open:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._open["file"], self._offset = os.open(self._path(self.segment), flags, 0o600), 0
-        file, offset = self._open["file"], self._offset
+            self._open["file"], self._offset = _opened(self._path(self.segment), os.O_CREAT | os.O_EXCL), 0
+        file, offset = self._open["file"].fileno(), self._offset
         for part in (_HEAD.pack(len(record), zlib.crc32(record)), record):
             rest = memoryview(part)
             while rest:  # after an error, the disk is full for example, the next record is written over this one
@@ -102,17 +112,20 @@ class Spill:
     def begin_segment(self) -> int:
         """Note that a state was taken: what follows is in another file, whose number is returned."""
         if (file := self._open.pop("file", None)) is not None:
-            os.close(file)
+            file.close()
             self.segment += 1
         return self.segment
 
     def trim(self, segment: int, drawn: int) -> None:
-        """Delete the files before one, but for those with records of items that are not drawn again yet.
+        """Delete the files before one, but for those with records of items that a state has not drawn yet.
 
         Args:
-            segment: The first file that a state needs.
-            drawn: The number of the next item of the source.
+            segment: The first file that was written after the state.
+            drawn: The number of the next item of the source in the state.
         """
+        if self.is_closed:
+            return
+        os.pwrite(self._open["lock"].fileno(), f"{self.segment:0{_NUMBER}}".encode(), 0)
         needed = {place.segment for (kind, number), place in self._places.items() if kind == "item" and number >= drawn}
         for path in self._folder.glob("*.spill"):
             if int(path.stem) < segment and int(path.stem) not in needed:
@@ -127,7 +140,7 @@ class Spill:
         _close(self._open)
 
     def _path(self, segment: int) -> Path:
-        return self._folder / f"{segment:08}.spill"
+        return self._folder / f"{segment:0{_NUMBER}}.spill"
 
     def _read_index(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -145,6 +158,11 @@ class Spill:
                 offset += length
 
 
-def _close(files: dict[str, int]) -> None:
+def _opened(path: Path, flags: int) -> FileIO:
+    """Open a file to write to, which forks do not have: a lock would go on there."""
+    return keep_from_forks(FileIO(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600), "r+"))
+
+
+def _close(files: dict[str, FileIO]) -> None:
     while files:
-        os.close(files.popitem()[1])
+        files.popitem()[1].close()

@@ -120,10 +120,11 @@ async def train(play: Play, seed: int, die_after: int | None) -> None:
         await asyncio.sleep(play.step_s)  # batches are in flight meanwhile
         feed.version = max(step, feed.version)
         if step % play.save_every == 0:
-            (play.folder / "new").write_bytes(pickle.dumps((step, loader.state_dict())))
+            state = loader.state_dict()
+            (play.folder / "new").write_bytes(pickle.dumps((step, state)))
             (play.folder / "new").replace(play.folder / "state")
             if play.trims:
-                feed.trim()
+                feed.trim(state)
     await asyncio.gather(*tasks)
     note(play, "end")
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ import pytest
 import torch
 
 from asyncloader import ConfigurationError, DataLoader
-from asyncloader.online import Feed
+from asyncloader.online import Feed, FeedClosedError
 from asyncloader.online.spill import Spill
 from tests.nursery import Program
 
 PROGRAM = """
 import os, pickle, signal, sys
 from asyncloader import DataLoader
-from asyncloader.online import Feed
+from asyncloader.online import Feed, FeedClosedError
 
 folder, state_at, kill_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 feed = Feed(range(100), batch_size=2, max_samples=40, spill=folder)
@@ -47,8 +48,9 @@ for step in range(8):
     feed.put_nowait(1000 + step)
     next(iterator)
     if step == state_at:
-        pickle.dump(loader.state_dict(), open(folder + "/state", "wb"))
-        feed.trim()
+        state = loader.state_dict()
+        pickle.dump(state, open(folder + "/state", "wb"))
+        feed.trim(state)
 """
 
 
@@ -90,8 +92,7 @@ def test_trimming(tmp_path: Path) -> None:
     loader = iter(DataLoader(again))
     with pytest.raises(TimeoutError):
         _lease_within(again)  # two are recovered, and there is no room
-    again.state_dict()
-    again.trim()
+    again.trim(again.state_dict())
     assert next(loader).tolist() == [0]
     assert next(loader).tolist() == [1]
     with pytest.raises(TimeoutError):
@@ -99,8 +100,7 @@ def test_trimming(tmp_path: Path) -> None:
     assert next(loader).tolist() == [2]
     with again.lease() as item:
         assert item.value == 3
-    again.state_dict()
-    again.trim()
+    again.trim(again.state_dict())
     assert list(tmp_path.glob("*.spill")) == []
     again.close()
 
@@ -201,11 +201,100 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again.close()
 
 
-def test_a_folder_is_one_feeds(tmp_path: Path) -> None:
-    """Another process is refused, also while workers of a killed trainer may still be there."""
+def test_trimming_keeps_what_a_state_needs_that_was_taken_long_before(tmp_path: Path) -> None:
+    """Saving takes time: meanwhile items that were recovered are trained, and other states taken."""
+    new = partial(Feed, range(20), batch_size=2, max_samples=4, spill=tmp_path)
+    feed = new()
+    begun = feed.state_dict()
+    batches = iter(DataLoader(feed))
+    for number in range(10):
+        with feed.lease() as item:
+            item.put(item.value)
+        if number % 2:
+            next(batches)
+    feed.close()
+    feed = new()
+    feed.load_state_dict(begun)
+    loader = DataLoader(feed)
+    batches = iter(loader)
+    with pytest.raises(TimeoutError):
+        _lease_within(feed)  # four are recovered
+    trained = next(batches).tolist()
+    state = loader.state_dict()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            _lease_within(feed)
+        trained += next(batches).tolist()
+    loader.state_dict()
+    feed.trim(state)
+    feed.close()
+    feed.trim(state)  # which does nothing: the folder may be another one's
+    feed = new()
+    loader = DataLoader(feed)
+    loader.load_state_dict(state)
+    batches, left = iter(loader), []
+    for _ in range(4):
+        with pytest.raises(TimeoutError):
+            _lease_within(feed)
+        left += next(batches).tolist()
+    assert sorted(trained[:2] + left) == list(range(10))
+    with feed.lease() as item:
+        assert item.value == 10
+    feed.close()
+
+
+def test_files_have_new_numbers_after_all_of_them_were_deleted(tmp_path: Path) -> None:
+    """An earlier state does not delete them."""
     feed = Feed(batch_size=1, spill=tmp_path)
+    early = feed.state_dict()
+    for number in range(3):
+        feed.put_nowait(number)
+        late = feed.state_dict()
+    feed.trim(late)
+    assert list(tmp_path.glob("*.spill")) == []
+    feed.close()
+    feed = Feed(batch_size=1, spill=tmp_path)
+    feed.load_state_dict(late)
+    feed.put_nowait(3)
+    feed.trim(early)
+    feed.trim(late)
+    assert len(list(tmp_path.glob("*.spill"))) == 1
+    feed.close()
+
+
+def test_a_lease_that_is_dropped_after_the_end_writes_nothing(tmp_path: Path) -> None:
+    """The folder may be another feed's by then."""
+    feed = Feed(range(4), batch_size=1, spill=tmp_path)
+    item = feed.lease().__enter__()
+    feed.close()
+    with Feed(range(4), batch_size=1, spill=tmp_path) as other:
+        with pytest.raises(FeedClosedError):
+            item.drop()
+        assert list(tmp_path.glob("*.spill")) == []
+        with other.lease() as again:
+            again.put("x")
+
+
+def test_a_folder_is_one_feeds(tmp_path: Path) -> None:
+    """Another feed is refused, in this process and in another one, until it is closed; forks do not hold the folder."""
+    feed = Feed(batch_size=1, spill=tmp_path)
+    with pytest.raises(ConfigurationError, match="another feed spills to"):
+        Feed(batch_size=1, spill=tmp_path)
     script = f"from asyncloader.online import Feed; Feed(batch_size=1, spill={str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert "ConfigurationError: another process spills to" in done.stderr
-    feed.close()
+    assert "ConfigurationError: another feed spills to" in done.stderr
+    started, ended = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(started[1], b"x")
+        os.close(ended[1])
+        os.read(ended[0], 1)  # it lives while the folder changes hands
+        os._exit(0)
+    try:
+        os.read(started[0], 1)
+        feed.close()
+        Feed(batch_size=1, spill=tmp_path).close()
+    finally:
+        for end in (*started, *ended):
+            os.close(end)
+        os.waitpid(child, 0)
     assert issubclass(ConfigurationError, ValueError)
