@@ -204,13 +204,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         device_prefetch: int = 1,
         device_transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        _import_iterators()
-        sampler, batch_sampler = _accept(dataset, sampler, batch_sampler, shuffle)
-        # Torch refuses these two options where it sees no workers, and does not know of workers that a provider brings.
-        seen = num_workers != 0 or isinstance(_backend(worker_backend), str)
+        seen = num_workers != 0 or isinstance(_backend(worker_backend), str)  # by torch, which knows of no provider
         with one_walks(dataset):
             super().__init__(
-                cast(Dataset[T_co], dataset), batch_size, shuffle, sampler, batch_sampler,
+                cast(Dataset[T_co], dataset), batch_size, shuffle, *_accept(dataset, sampler, batch_sampler, shuffle),
                 first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
                 multiprocessing_context, generator, in_order=in_order, persistent_workers=persistent_workers and seen,
                 pin_memory_device=pin_memory_device, prefetch_factor=prefetch_factor if seen else None)  # fmt: skip
@@ -223,8 +220,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
         self.device, self.device_prefetch, self.device_transform = device, device_prefetch, device_transform
-        self._newest, self._runs = _nothing, Runs(is_in_step=equal_steps is not None)
-        self._loader_options()
+        self._newest, self._runs = _nothing, Runs(is_in_step=self._loader_options().equal_steps is not None)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the signature of a subclass's ``__init__`` with ``**kwargs`` name our options.
@@ -237,7 +233,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             name_options(cls.__dict__["__init__"], OPTIONS)
 
     def _loader_options(self, last: Options | None = None) -> Options:
-        """Check and freeze what this loader is to do, as it is now; ``last`` if nothing was set since that was made."""
+        """Check and freeze what this loader is to do, as it is now; ``last`` if nothing was set since that was made.
+
+        What does it is imported by then: a run begins at once, while workers that are spawned, which only import this
+        module, go without.
+        """
+        _import_iterators()
         options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED}
         options["worker_backend"] = _backend(self.worker_backend)
         options["max_worker_memory"] = as_bytes("max_worker_memory", self.max_worker_memory)
@@ -530,7 +531,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 
 def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:
-    """Import the engine once a loader is made. Spawned workers only import this module, and go without."""
+    """Import the engine."""
     from asyncloader.run.inline_iterator import InlineIterator
     from asyncloader.run.worker_iterator import WorkerIterator
 

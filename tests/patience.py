@@ -14,11 +14,12 @@ PATIENCE_S = 50.0  # less than pytest waits for a test
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    """Wait for what is certain to happen, in another thread or process."""
-    deadline = time.monotonic() + PATIENCE_S
+    """Wait for what is certain to happen, in another thread or process, to which the processor is left."""
+    deadline, pause_s = time.monotonic() + PATIENCE_S, 0.001
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.001)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.05)
 
 
 async def until(condition: Callable[[], Any]) -> None:

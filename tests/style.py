@@ -12,9 +12,12 @@ FUNCTION_LINES = 60
 
 
 def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return how many lines of code a function has: a signature with an option a line, and a docstring, are none."""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+    """Return how many lines a function has, without its docstring."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        lines -= (docstring.end_lineno or 0) - docstring.lineno + 1
+    return lines
 
 
 def long_functions() -> Iterator[str]:

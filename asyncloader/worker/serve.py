@@ -29,7 +29,9 @@ def serve(
     with contextlib.suppress(OSError), open("/proc/self/comm", "wb", 0) as file:  # Linux only, 15 characters
         file.write(b"asyncloader %d" % worker_id)  # as `top`, `pstree` and `py-spy` show it
     try:
-        loop = make_loop(worker_id, ProcessTransport(worker_id, channel, arena), epoch, _opened(source))
+        transport = ProcessTransport(worker_id, channel, arena)
+        transport.come_up()  # before the source is opened, which may call the user's code
+        loop = make_loop(worker_id, transport, epoch, _opened(source))
         del source
         with loop.modes():
             loop.open()

@@ -114,13 +114,17 @@ class ProcessTransport(WorkerTransport):
         self._stacker: collate.Stacker
         self._warns_of_cuda = worker_id == 0  # one warning is enough; the other workers run the same code
 
-    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
-        """Seed the generators, tell that the worker is up, become a worker in torch's eyes."""
+    def come_up(self) -> None:
+        """Have the generators free, and tell that the worker is up: what follows may take as long as the user wants."""
         torch.set_num_threads(1)
         unlock_in_child()
         own_generators()
-        seed = seed_worker(spec.base_seed, worker_id)
+        torch.default_generator.get_state()  # never returns where a thread of the parent held its lock at the fork
         self.send(Kind.UP, None if self._slabs is None else True)
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
+        """Seed the generators, become a worker in torch's eyes."""
+        seed = seed_worker(spec.base_seed, worker_id)
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=open_dataset()
         )

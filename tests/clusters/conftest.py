@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.clusters.clusters import make_cluster
+from tests.clusters.clusters import end_all, make_cluster
 
 HERE = Path(__file__).parent
 
@@ -48,6 +48,7 @@ def add_node(cluster: Any) -> Iterator[Any]:
         return added[-1]
 
     yield add
+    end_all()
     for node in added:
         if node in cluster.worker_nodes:
             cluster.remove_node(node)  # gracefully: the others would take it for alive for a while

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader, WorkerStartError
 from asyncloader.ray import RayWorkers, ray_launcher
+from tests.clusters.clusters import agents
 from tests.patience import wait_until
 
 LENGTH = 200
@@ -50,15 +51,6 @@ class Barred(Drawing):
         self.__dict__.update(state)
         while self.gate is not None and not self.gate.exists():
             time.sleep(0.005)
-
-
-def agents() -> list[psutil.Process]:
-    """The agents on this machine, of whatever trainer."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "asyncloader.ray.agent" in (process.info["cmdline"] or []):
-            found.append(process)
-    return found
 
 
 def workers() -> dict[psutil.Process, int]:
