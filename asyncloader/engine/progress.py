@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.protocols import FollowsConsumers
 from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.sample_context import Placed
+from asyncloader.weak import while_alive
 
 _MASK = (1 << 64) - 1
 _DIGESTS = 1 << 17
@@ -165,10 +165,8 @@ class Progress:
         is_over: A consumer has been told that there is no more.
         is_broken: Not because the run has come to its end.
         ends: By worker, the state of a stream after its end.
-        follower: Returns what a consumer calls that asks for its next batch; None if nobody follows.
+        follower: Called by a consumer that asks for its next batch.
     """
-
-    follower: Callable[[], Callable[[], object] | None] | None = None
 
     def __init__(
         self,
@@ -201,6 +199,7 @@ class Progress:
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
         self.samplers_before = SamplerState(None)
         self.is_over = self.is_broken = False
+        self.follower: Callable[[], object] = bool  # nobody follows
         self.ends: dict[int, Frozen] = {}
         self.in_order = in_order
 
@@ -278,12 +277,7 @@ class Progress:
     def follow(self, follower: FollowsConsumers) -> None:
         """Tell an iterator over keys how far consumers are, without keeping it alive."""
         follower.follow(partial(_given_since, self, self.now.position))
-        self.follower = weakref.WeakMethod(follower.asked)
-
-    def note_asked(self) -> None:
-        """Tell the iterator that follows consumers, if it is still there, that one asks for its next batch."""
-        if self.follower is not None and (asked := self.follower()) is not None:
-            asked()
+        self.follower = while_alive(follower.asked, None)
 
     def forget(self, position: int) -> None:
         """Drop what is known of batches before this one."""

@@ -94,8 +94,7 @@ class Taking:
         A batch whose call was interrupted comes first. Batches that are left out are counted, and passed over.
         """
         progress, ready = self.progress, self.handoff.ready
-        if progress.follower is not None:
-            progress.note_asked()
+        progress.follower()
         while True:
             before = progress.counted
             place, calls = progress.folded()

@@ -138,7 +138,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             with run.making:
                 if not (is_left := exits.is_exiting and exits.is_left_behind()):
                     try:
-                        run.taking.progress.note_asked()  # before the batch is read: it may depend on that
+                        run.taking.progress.follower()  # before the batch is read: it may depend on that
                         if not (run.ready or run.taking.num_dropped) and (run.to_do or run.read()):
                             run.make()
                         if (item := self._take(run, call, asked_at)) is not None:
