@@ -290,6 +290,7 @@ def test_before_a_state() -> None:
                 other.batch(0, 1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seeding", ["batch", "sample"])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("face", ["plain", "async"])
