@@ -21,7 +21,7 @@ from asyncloader.messages.snapshot import Pace
 from asyncloader.protocols import SuppliesKeys
 from asyncloader.run.plan import Plan
 from tests.engine.test_run import Driver
-from tests.patience import wait_until
+from tests.patience import patiently, wait_until
 
 END: Any = object()
 
@@ -147,7 +147,7 @@ def test_a_silence_is_named(options: dict[str, Any]) -> None:
     with pytest.raises(BatchTimeoutError, match="its keys have not arrived"):
         next(iterator)
     dataset.line.put(1, 2, END)
-    assert [batch.tolist() for batch in iterator] == [[1, 4]]
+    assert [batch.tolist() for batch in patiently(iterator)] == [[1, 4]]
 
 
 def test_the_dataset_brings_the_order() -> None:

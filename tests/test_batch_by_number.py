@@ -353,6 +353,31 @@ def test_with_fresh_workers() -> None:
     assert same(loader.batch(0, 1), batches[1])
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_an_epoch_of_before(method: str) -> None:
+    """The worker's copy of the dataset, made now, is told the epoch of the run."""
+    loader = DataLoader(Hides(), batch_size=8, num_workers=1, multiprocessing_context=method)
+    batches = epochs(loader, 2)
+    for epoch in (0, 1):
+        assert same(loader.batch(epoch, 3), batches[epoch][3])
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_was_told_its_first_epoch_since(num_workers: int) -> None:
+    """Nobody can take it back to where it was before: that is an error, and no batch of the wrong epoch."""
+    loader = DataLoader(Hides(), batch_size=8, num_workers=num_workers)
+    batches = [*loader]
+    assert same(loader.batch(0, 2), batches[2])
+    loader.set_epoch(1)
+    assert loader.batch_keys(0, 2) == batches[2][0].tolist()
+    with pytest.raises(ConfigurationError, match=r"has been told epoch 1 .* and nothing before that run"):
+        loader.batch(0, 2)
+    batches = [*loader]
+    assert same(loader.batch(1, 2), batches[2])
+
+
 def test_with_threads() -> None:
     """Workers that are threads seed no global generators; what a sample draws of its own generator is the same."""
     loader = DataLoader(Plain(), batch_size=8, shuffle=True, num_workers=2, worker_backend="thread")

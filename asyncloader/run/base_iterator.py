@@ -151,7 +151,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             "base_seed": int(self._base_seed),
             "modes": self._modes(),
             "thread": None if options.is_inline else IteratingThread.of_this_thread(),
-            "epochs": self._epochs(),
+            "epochs": self._runs.heard(self._dataset) if options.has_workers else (),
         }
         shared = {each.name: getattr(options, each.name) for each in fields(WorkerSpec) if each.name not in own}
         return WorkerSpec(**shared, **own)

@@ -317,6 +317,16 @@ def _begin_anew_in_child() -> None:
 os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 
+def _refuse_untold(loader: Any, found: Found) -> None:
+    """See that the dataset was not told its first epoch after the run of a batch: that cannot be taken back."""
+    now = loader._runs.heard(loader.dataset)
+    if since := [told.number for told, then in zip(now, found.told, strict=False) if then is None is not told.number]:
+        raise ConfigurationError(
+            f"the dataset has been told epoch {since[0]} (set_epoch) since, and nothing before that run: it cannot be "
+            "taken back to that. Make the batch with a new loader over a new dataset that was told nothing"
+        )
+
+
 @contextlib.contextmanager
 def _told(loader: Any, epochs: Sequence[int | None], *, may_change: bool) -> Iterator[None]:
     """Have a dataset of this process be at the epoch of a run meanwhile.
@@ -366,6 +376,7 @@ def making(loader: Any, epoch: int, number: int, *, in_async_for: bool = False) 
     """
     twin = apart(loader)
     found = find(twin, loader._runs, epoch, number)
+    _refuse_untold(loader, found)
     state = of_one_batch(twin, found)
     options: Options = twin._loader_options()
     with contextlib.ExitStack() as steps:

@@ -53,6 +53,7 @@ class Module:
 def test_a_device_is_one_for_all_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the index of the current one, if no other is named; so there is one stream for copies."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # which asks that module, with torch for CUDA
     monkeypatch.setattr("asyncloader.device.device._devices", {})
     assert isinstance(find("cuda"), StreamDevice)
     assert find("cuda") is find("cuda:2") is find(torch.device("cuda", 2))

@@ -90,7 +90,7 @@ def test_one_pickle_has_nothing_of_the_last() -> None:
     """Each ticket stands for itself, also after one that could not be pickled."""
     dumps, tensor = TicketPickler(), torch.arange(5)
     for _ in range(2):
-        with pytest.raises(AttributeError, match="local object"):
+        with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):  # so from Python 3.14 on
             dumps([tensor, tensor[1:], lambda: 0])
         assert torch.equal(pickle.loads(whole(dumps([tensor])))[0], tensor)
 
