@@ -18,7 +18,6 @@ from asyncloader.engine import exits  # here, for its hook has to be there befor
 from asyncloader.epochs import as_number, hears, listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.frameworks import AskedByAccelerate, ReadByRay, name_options
-from asyncloader.messages.snapshot import unplain
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import (
@@ -36,6 +35,7 @@ from asyncloader.options import (
     first_workers,
     implied_by,
 )
+from asyncloader.plain import unplain
 from asyncloader.protocols import (
     AsyncBatchDataset,
     AsyncDataset,

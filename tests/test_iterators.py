@@ -160,6 +160,22 @@ async def test_a_dropped_async_iterator_ends_its_workers_by_its_reference_count(
         await asyncio.to_thread(wait_until, lambda: not any(worker.is_alive() for worker in workers))
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("face", ["for", "async for"])
+async def test_dropped_before_what_its_sampler_has_raised_is_due(face: str) -> None:
+    """The error that waits for its turn keeps nothing alive."""
+    sampler = bad_sampler()
+    loader = DataLoader(Numbers(), sampler=sampler, batch_size=2, num_workers=1, prefetch_factor=9)
+    with no_collection():
+        iterator = iter(loader) if face == "for" else aiter(loader)
+        for _ in range(2):
+            await anext(iterator) if face == "async for" else next(iterator)
+        workers = inside.workers(iterator)
+        assert workers
+        del iterator
+        await asyncio.to_thread(wait_until, lambda: not any(worker.is_alive() for worker in workers))
+
+
 class Raising:
     """Has no sample."""
 

@@ -29,11 +29,12 @@ from typing import Any, Protocol, TypeVar
 
 from asyncloader import threads
 from asyncloader.backends.backend import Launch
-from asyncloader.backends.processes.launching import handlers_wait, try_descriptors
+from asyncloader.backends.processes.launching import try_descriptors
 from asyncloader.backends.processes.process import kill_all
 from asyncloader.engine import exits
 from asyncloader.engine.answer import Answer
 from asyncloader.errors import ConfigurationError, LoaderClosedError, could_not_start, exiting, on_the_loop
+from asyncloader.signals import HandlersWait
 from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.loops import run_forever
 
@@ -305,7 +306,7 @@ def get_portal() -> Portal:
         exits.stop_daemon()
     with _making:
         if _portal is None or _portal.has_ended or (_portal.is_closed and not exits.is_exiting):
-            with handlers_wait():  # Ctrl-C must not meet a portal that is half made
+            with HandlersWait():  # Ctrl-C must not meet a portal that is half made
                 _portal = Portal()
         return _portal
 

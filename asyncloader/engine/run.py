@@ -240,20 +240,35 @@ class Run:
         consumer that finds its batches ready.
         """
         while self._planned < until and not self.plan_ended and self._plan_error is None:
-            try:
-                if self._arrivals.must_wait():
-                    break
-                # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
-                for keys in self._plan:
+            # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
+            for keys, error in self._read_one():
+                if error is None:
                     self._planned += 1
                     self.inbox.append(keys)
-                    break
                 else:
-                    self.plan_ended = True
-            except Exception as error:
-                self._plan_error = error
+                    self._plan_error = error
+                break
+            else:
+                if not self.plan_ended:
+                    break
             self._wake()
         self._wake()  # an interrupted call may have come to less
+
+    def _read_one(self) -> Iterator[tuple[Any, Exception | None]]:
+        """Give the next keys, or what the sampler raises; nothing if they have to be waited for, or at the end.
+
+        The frame of a generator that has yielded has no caller. So the traceback of the error ends here: with frames of
+        the consumer in it, an error that waits for its turn would keep the consumer's iterator alive, and its workers.
+        """
+        try:
+            if self._arrivals.must_wait():
+                return
+            for keys in self._plan:
+                yield keys, None
+                return
+            self.plan_ended = True
+        except Exception as error:
+            yield None, error
 
     def _wake(self) -> None:
         """Have the loop thread look into the inbox, if there is something new and it is not about to."""

@@ -21,9 +21,9 @@ from asyncloader import identity, threads
 from asyncloader.online.errors import FeedFullError
 from asyncloader.online.forks import keep_from_forks
 from asyncloader.online.keys import SampleKey
-from asyncloader.online.lease import GivesLeases
+from asyncloader.online.lease import GivesLeases, Leased
 from asyncloader.online.ranks import RankPlace, Seat
-from asyncloader.online.wire import Leased, Unreadable, Withdrawn, check, parts_of, receive_async
+from asyncloader.online.wire import Unreadable, Withdrawn, check, parts_of, receive_async
 
 _LONGEST_PROOF_S = 10.0
 
@@ -254,8 +254,9 @@ class _Connection:
         await feed.put_many(many, version=version)
 
     async def _lease(self, feed: ServesHandles) -> Leased:
-        unit = await feed.await_lease()
-        return Leased(unit.id, unit.item, unit.version, unit.tries, unit.lease)
+        taken: list[Leased] = []
+        await feed.await_lease(taken.append)
+        return taken[0]
 
     def _withdraw_now(self, feed: ServesHandles, number: int) -> None:
         """Have a request be answered now, by `Withdrawn` if it waits: nobody waits for what it would come to."""

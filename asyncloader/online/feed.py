@@ -22,7 +22,6 @@ from torch.utils.data import Sampler
 from asyncloader import identity
 from asyncloader.checks import Least, check_of
 from asyncloader.errors import ConfigurationError
-from asyncloader.messages.snapshot import unplain
 from asyncloader.online.door import Door
 from asyncloader.online.forks import generation
 from asyncloader.online.handle import FeedHandle
@@ -31,6 +30,7 @@ from asyncloader.online.keys import FeedBatches, FeedSamples, Place, Sample, Sam
 from asyncloader.online.ledger import OUTCOMES, FeedOrder, OnStale, Rules
 from asyncloader.online.outlet import Outlet, nobody
 from asyncloader.online.stats import FeedStats
+from asyncloader.plain import unplain
 from asyncloader.protocols import SuppliesKeys
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ class Feed(Outlet, SuppliesKeys[T]):
 
     @version.setter
     def version(self, version: int) -> None:
-        with Change(self), self._lock:
+        with Change(self):
             now = self._ledger.version
             if isinstance(version, bool) or not isinstance(version, int) or version < now:
                 raise ValueError(f"version should be an integer that does not go back from {now}, but got {version!r}")
@@ -178,7 +178,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         Raises:
             FeedClosedError: if the feed is closed.
         """
-        with Change(self), self._lock:
+        with Change(self):
             if self._ledger.closed:
                 raise self._closed_error()
             if self._door is None:
@@ -195,7 +195,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         """
         if self._process != generation():
             return
-        with Change(self), self._lock:
+        with Change(self):
             self._closed_by = self._closed_by or reason
             self._ledger.closed = True
             if self._source is not None:
@@ -204,8 +204,8 @@ class Feed(Outlet, SuppliesKeys[T]):
                 self._spill.close()
             if self._door is not None and self._ranks is None:  # ranks come for what is there
                 self._door.close()
-        if self._limit is not None:
-            self._limit.end()
+            if self._limit is not None:
+                self._limit.end()
 
     def __enter__(self) -> Self:
         return self
@@ -217,7 +217,7 @@ class Feed(Outlet, SuppliesKeys[T]):
 
     def stats(self) -> FeedStats:
         """Return what became of the samples so far."""
-        with Change(self), self._lock:
+        with Change(self):
             ledger = self._ledger
             return FeedStats(
                 ledger.version,
@@ -286,10 +286,11 @@ class Feed(Outlet, SuppliesKeys[T]):
             StateMismatchError: if the state is of something else.
         """
         identity.check(state, identity.of(self))
-        with Change(self), self._lock:
+        with Change(self):
+            units = self._call_out(pickle.loads, state["units"])
             if self._source is not None and state["source"] is not None:
-                self._call_out(self._source.load_state_dict, state["source"])
-            self._ledger.load(self._call_out(pickle.loads, state["units"]))
+                self._source.load_state_dict(state["source"], self._call_source)
+            self._ledger.load(units)
             self._reader, self._runs_begun = nobody, self._runs_begun + 1
             self._first, self._given = self._ledger.formed, int
             self._recover_all(state["pushed"])
@@ -338,7 +339,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         """
         found = unplain(state["samplers"])["sampler"] if "samplers" in state else state
         identity.check(found, identity.of(self))
-        with Change(self), self._lock:
+        with Change(self):
             if self._spill is not None:
                 source = found["source"]
                 self._spill.trim(found["segment"], 0 if source is None else source["drawn"])
@@ -353,7 +354,7 @@ class Feed(Outlet, SuppliesKeys[T]):
 
     def state_at(self, run: int, batch: int) -> dict[str, Any]:
         """Return the state before a batch of a reader; of one that was left, as it is now."""
-        with Change(self), self._lock:
+        with Change(self):
             units = self._ledger.state(batch if run == self._runs_begun else self._next_given())
             return {
                 "version": 1,

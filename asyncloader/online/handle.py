@@ -24,9 +24,9 @@ from asyncloader import threads
 from asyncloader.online.errors import FeedClosedError
 from asyncloader.online.forks import keep_from_forks
 from asyncloader.online.keys import Sample
-from asyncloader.online.lease import LeaseRequest, Leases
+from asyncloader.online.lease import Leased, LeaseRequest, Leases
 from asyncloader.online.rank_feed import RankFeed
-from asyncloader.online.wire import Leased, Unreadable, parts_of, prove, receive
+from asyncloader.online.wire import Unreadable, parts_of, prove, receive
 
 T = TypeVar("T")
 
@@ -214,7 +214,7 @@ class FeedHandle:
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
     ) -> None:
         """Put a sample, or a group, from a thread, which waits until there is room: see :meth:`Feed.put`."""
-        self._until_sync("put", (samples, self._made_with(version), cost, priority))
+        self._until_sync("put", (samples, self._made_with(version), cost, priority), lambda answer: None)
 
     @property
     def version(self) -> int:
@@ -246,13 +246,13 @@ class FeedHandle:
 
     # What leases call.
 
-    def wait_lease(self) -> Any:
-        """Wait for a lease, in a thread."""
-        return self._until_sync("lease", ())
+    def wait_lease(self, take: Callable[[Leased], object]) -> None:
+        """Wait for a lease, in a thread, and have it taken."""
+        self._until_sync("lease", (), take)
 
-    async def await_lease(self) -> Any:
-        """Wait for a lease."""
-        return await self._until("lease", ())
+    async def await_lease(self, take: Callable[[Leased], object]) -> None:
+        """Wait for a lease, and have it taken."""
+        take(await self._until("lease", ()))
 
     def put_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
         """Put what was made under a lease."""
@@ -305,13 +305,13 @@ class FeedHandle:
             _cancel_later()
         return wrapped.result()
 
-    def _until_sync(self, name: str, arguments: Any) -> Any:
-        """Do as `_until`, in a thread, whose signals may raise."""
+    def _until_sync(self, name: str, arguments: Any, take: Callable[[Any], object]) -> None:
+        """Do as `_until`, in a thread, whose signals may raise, and have the answer taken."""
         link = self._connected()
         answer = link.answer()
         try:
             link.ask(answer, name, arguments)
-            return answer.result()
+            take(answer.result())
         except BaseException:
             link.withdraw(answer)
             raise

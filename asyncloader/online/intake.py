@@ -1,7 +1,8 @@
 """Intake: the producers' side of a feed. Leases, puts, and how producers wait for room.
 
 Whatever changes the ledger wakes those who can go on by it, after the lock was let go. So nobody waits for what is
-there, and nobody is called back with the lock held.
+there, and nobody is called back with the lock held. Handlers of signals wait meanwhile: a Ctrl-C comes before a change,
+after it, or in the user's code, and leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from typing import Any, SupportsFloat
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.errors import FeedClosedError, FeedFullError
 from asyncloader.online.forks import generation
-from asyncloader.online.lease import LeaseRequest, Leases
+from asyncloader.online.lease import Leased, LeaseRequest, Leases
 from asyncloader.online.ledger import Ledger, Rules, Unit
 from asyncloader.online.source import WAITS, PlainSource, StreamSource, source_of
 from asyncloader.online.spill import Kind, Spill
 from asyncloader.online.stats import Stopwatch
 from asyncloader.online.time_limit import TimeLimit
 from asyncloader.online.waiters import TaskWaiter, ThreadWaiter, Waiters, first, wake_all
+from asyncloader.signals import HandlersWait
+
+_LOOK_S = 0.1  # so often the main thread looks for signals while it waits for a source that another thread reads
 
 
 class Intake:
@@ -53,8 +57,10 @@ class Intake:
         self._source = None if source is None else source_of(source, partial(_item_came, weakref.ref(self)))
         self._pushed = 0  # samples or groups that were put without a lease
         self._lock = threading.Lock()
+        self._handlers = HandlersWait()  # of who has the lock
         self._called_out_in = 0  # the thread that is in the source, with the lock held
-        self._returned: deque[tuple[int, bool]] = deque()  # leases that were given back
+        self._afterwards: deque[Callable[[], object]] = deque()  # what is to be done before the lock is let go
+        self._woken: list[Callable[[], object]] = []  # wake-ups for when the lock is let go
         self._leasers: Waiters = {}
         self._putters: Waiters = {}
         self._readers: Waiters = {}
@@ -123,7 +129,7 @@ class Intake:
             FeedFullError: if there is no room.
         """
         putting = self._putting([samples], version, cost, priority)
-        with Change(self), self._lock:
+        with Change(self):
             if self._putters or putting() is None:
                 raise FeedFullError(f"there are {len(self._ledger.units)} samples or groups that are not trained yet")
 
@@ -216,7 +222,7 @@ class Intake:
         if self._source is None:
             raise ConfigurationError("there is nothing to lease: the feed was made without a source")
 
-    def _try_lease(self) -> Unit | None:
+    def _try_lease(self, take: Callable[[Leased], object]) -> Unit | None:
         ledger = self._ledger
         self._check_open()
         unit = ledger.lease() if ledger.pending else None
@@ -225,23 +231,23 @@ class Intake:
             unit = self._lease_next(self._source)
         if unit is None and ledger.is_settled:
             raise FeedClosedError("the source has ended, and all its items are settled")
-        if unit is not None and self._limit is not None:
+        if unit is not None:
             assert unit.lease is not None
-            self._limit.begin(unit.lease)
+            if self._limit is not None:
+                self._limit.begin(unit.lease)
+            take(Leased(unit.id, unit.item, unit.version, unit.tries, unit.lease))
         return unit
 
     def _lease_next(self, source: PlainSource | StreamSource) -> Unit | None:
         """Lease the next item; None if it is not there, or there is none, or if its samples were put before a crash."""
         ledger = self._ledger
         try:
-            item = self._call_out(source.draw)
+            item = source.draw(self._call_source)
         except StopIteration:
             ledger.source_over = True
             return None
         except Exception as error:
-            self._error, ledger.closed = error, True
-            self._closed_by = f"its source has raised {type(error).__name__}"
-            source.close()
+            self._fail(error)
             raise
         if item is WAITS:
             return None
@@ -249,12 +255,37 @@ class Intake:
         return None if self._recover(unit) else unit
 
     def _call_out(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a call of the user's code returns, with the lock held: it cannot use the feed."""
+        """Return what a call of the user's code returns, with the lock held: it cannot use the feed.
+
+        A signal may interrupt it. When it has returned, that waits until the lock is let go.
+        """
+        _, results, error = self._let_in(call, *arguments)
+        if error is not None:
+            raise error
+        return results[0]
+
+    def _call_source(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a call of the source's code returns. If it is interrupted, an item may be lost: the feed ends."""
+        has_begun, results, error = self._let_in(call, *arguments)
+        if error is not None:
+            if has_begun and not isinstance(error, Exception):
+                self._fail(error)
+            raise error
+        return results[0]
+
+    def _let_in(self, call: Callable[..., Any], *arguments: Any) -> tuple[bool, list[Any], BaseException | None]:
         self._called_out_in = threading.get_ident()
         try:
-            return call(*arguments)
+            return self._handlers.let_in(call, *arguments)
         finally:
             self._called_out_in = 0
+
+    def _fail(self, error: BaseException) -> None:
+        """Close the feed, because its source has raised."""
+        assert self._source is not None
+        self._error, self._ledger.closed = error, True
+        self._closed_by = f"its source has raised {type(error).__name__}"
+        self._source.close()
 
     def _recover(self, unit: Unit) -> bool:
         """Settle a lease by what was put for its item before a crash; return whether there was something."""
@@ -296,19 +327,17 @@ class Intake:
         if self._spill is not None:
             self._spill.write(kind, number, content)
 
-    def wait_lease(self) -> Unit:
-        """Wait for a lease, in a thread; return its unit."""
-        unit: Unit = self._until_sync(self._try_lease, self._leasers, None)
-        return unit
+    def wait_lease(self, take: Callable[[Leased], object]) -> None:
+        """Wait for a lease, in a thread, and have it taken, whatever comes then."""
+        self._until_sync(partial(self._try_lease, take), self._leasers, None)
 
-    async def await_lease(self) -> Unit:
-        """Wait for a lease; return its unit."""
-        unit: Unit = await self._until(self._try_lease, self._leasers)
-        return unit
+    async def await_lease(self, take: Callable[[Leased], object]) -> None:
+        """Wait for a lease, and have it taken, whatever comes then."""
+        await self._until(partial(self._try_lease, take), self._leasers)
 
     def put_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
         """Put what was made under a lease."""
-        with Change(self), self._lock:
+        with Change(self):
             self._check_open()
             unit = self._ledger.running(lease)
             content = self._checked(samples, version, cost, priority)
@@ -322,7 +351,7 @@ class Intake:
     def drop_leased(self, lease: int, cost: float | None) -> None:
         """Settle what is leased without samples."""
         cost = None if cost is None else _checked_cost(cost)
-        with Change(self), self._lock:
+        with Change(self):
             if self._spill is not None and self._spill.is_closed:
                 raise self._closed_error()
             self._write("item", self._ledger.running(lease).number, None)
@@ -330,36 +359,23 @@ class Intake:
 
     def give_back(self, lease: int, *, failed: bool) -> None:
         """Give a lease back, in any thread; also inside the garbage collector, while this thread has the lock."""
-        self._returned.append((lease, failed))
-        self._take_returned()
-
-    def _take_returned(self) -> None:
-        while self._returned and self._lock.acquire(blocking=False):
-            try:
-                while self._returned:
-                    lease, failed = self._returned.popleft()
-                    self._ledger.give_back(lease, failed=failed)
-                wakes = self._wakes()
-            finally:
-                self._lock.release()
-            self._wake(wakes)
+        self._soon(partial(self._ledger.give_back, lease, failed=failed))
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
     async def _until(self, attempt: Callable[[], Any], waiters: Waiters, *, in_turn: bool = True) -> Any:
         """Return what an attempt returns, with the lock held, when that is not None. Attempts are made in turn."""
         waiter = None
-        while True:
-            with Change(self), self._lock:
-                if (waiter is not None or not waiters or not in_turn) and (found := attempt()) is not None:
-                    return found
-                waiters[waiter := TaskWaiter()] = None
-            try:
+        try:
+            while True:
+                with Change(self):
+                    if (waiter is not None or not waiters or not in_turn) and (found := attempt()) is not None:
+                        return found
+                    waiters[waiter := TaskWaiter()] = None
                 await waiter.future
-            except BaseException:
-                with Change(self), self._lock:  # which wakes another one, if this one was woken
-                    waiters.pop(waiter, None)
-                raise
+        except BaseException:
+            self._soon(partial(waiters.pop, waiter, None))  # which wakes another one, if this one was woken
+            raise
 
     def _until_sync(
         self, attempt: Callable[[], Any], waiters: Waiters, timeout: float | None, *, in_turn: bool = True
@@ -367,25 +383,47 @@ class Intake:
         """Do as `_until`, in a thread; return None if that takes too long. Seconds."""
         deadline = None if timeout is None else monotonic() + timeout
         waiter = None
-        while True:
-            with Change(self), self._lock:
-                if (waiter is not None or not waiters or not in_turn) and (found := attempt()) is not None:
-                    return found
-                waiters[waiter := ThreadWaiter()] = None
-            in_time = False
+        try:
+            while True:
+                with Change(self):
+                    if (waiter is not None or not waiters or not in_turn) and (found := attempt()) is not None:
+                        return found
+                    waiters[waiter := ThreadWaiter()] = None
+                if not waiter.wait(None if deadline is None else max(0.0, deadline - monotonic())):
+                    break
+        except BaseException:
+            self._soon(partial(waiters.pop, waiter, None))
+            raise
+        self._soon(partial(waiters.pop, waiter, None))
+        return None
+
+    def _soon(self, call: Callable[[], object]) -> None:
+        """Have this be done with the lock held: now, or by who has it. In any thread, and in the garbage collector."""
+        self._afterwards.append(call)
+        with HandlersWait():
+            if self._lock.acquire(blocking=False):
+                self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of the lock; wake those who can go on."""
+        is_mine = True
+        while is_mine:
             try:
-                in_time = waiter.wait(None if deadline is None else max(0.0, deadline - monotonic()))
+                while self._afterwards:
+                    self._afterwards.popleft()()
+                wakes = self._wakes()
             finally:
-                if not in_time:
-                    with Change(self), self._lock:
-                        waiters.pop(waiter, None)
-            if not in_time:
-                return None
+                self._lock.release()
+            # Where a loop was closed in this moment, what woke its task is another one's turn. Whoever has the lock by
+            # now will see to that, and to what is to be done.
+            is_mine = (wake_all(wakes) or bool(self._afterwards)) and self._lock.acquire(blocking=False)
 
     def _wakes(self) -> list[Callable[[], object]]:
         """Return what wakes those who can go on, with the lock held; to be called without it."""
+        wakes, self._woken = self._woken, []
+        if not (self._leasers or self._putters or self._tells or self._readers or self._somebody_waited):
+            return wakes
         ledger = self._ledger
-        wakes: list[Callable[[], object]] = []
         if self._leasers or self._putters:
             room = max(0, ledger.rules.limit - len(ledger.units))
             no_items = ledger.source_over or (self._source is not None and self._source.waits)
@@ -402,11 +440,6 @@ class Intake:
         self._trainer_waits.turn(bool(self._tells or self._readers) and ledger.done == ledger.formed)
         return wakes
 
-    def _wake(self, wakes: list[Callable[[], object]]) -> None:
-        while wake_all(wakes):  # a loop was closed in this moment: what woke its task is another one's turn
-            with self._lock:
-                wakes = self._wakes()
-
     def _check_open(self) -> None:
         if self._ledger.closed:
             raise self._closed_error()
@@ -422,7 +455,7 @@ class Intake:
 def _item_came(feed: weakref.ref[Intake]) -> None:
     """Have those who wait for a lease look again. In the thread that reads the source."""
     if (alive := feed()) is not None:
-        with Change(alive), alive._lock:
+        with Change(alive):
             assert alive._source is not None
             alive._source.waits = False
 
@@ -440,38 +473,41 @@ def _checked_priority(priority: Any) -> float:
 
 
 class Change:
-    """Wakes those who can go on by a change of the ledger: ``with Change(feed), feed._lock:``.
+    """A change of a feed, with its lock held: ``with Change(feed):``. Wakes those who can go on by it.
 
-    The lock is taken inside, by itself: the handler of a signal that raised in a method of ours would leave it held.
+    Handlers of signals wait from before the lock is taken until those were woken.
 
     Args:
         feed: Is changed.
     """
 
-    __slots__ = ("_feed",)
+    __slots__ = ("_feed", "_handlers")
 
     def __init__(self, feed: Intake) -> None:
         self._feed = feed
+        self._handlers = HandlersWait()
 
     def __enter__(self) -> None:
-        """See that the lock can be had: this thread does not hold it, and this process is not a fork.
+        """Take the lock.
 
         Raises:
-            RuntimeError: if not.
+            RuntimeError: if this thread has it, or this process is a fork.
         """
-        self._feed.check_process()
-        if (thread := self._feed._called_out_in) and thread == threading.get_ident():
+        feed = self._feed
+        feed.check_process()
+        if (thread := feed._called_out_in) and thread == threading.get_ident():
             raise RuntimeError(
                 "a source that is read under the lock of its feed cannot use the feed: give the feed a function that "
                 "returns the source, which is then read in a thread of its own"
             )
+        self._handlers.begin()
+        while not feed._lock.acquire(timeout=_LOOK_S):
+            self._handlers.end()
+            self._handlers.begin()
+        feed._handlers = self._handlers
 
     def __exit__(self, *exc_info: object) -> None:
-        feed = self._feed
-        # Whoever waited when the lock was held is there; whoever came since has looked again.
-        if feed._leasers or feed._putters or feed._tells or feed._readers or feed._somebody_waited:
-            with feed._lock:
-                wakes = feed._wakes()
-            feed._wake(wakes)
-        if feed._returned:
-            feed._take_returned()
+        try:
+            self._feed.let_go()
+        finally:
+            self._handlers.end()

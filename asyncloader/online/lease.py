@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from asyncloader.online.errors import FeedClosedError
+
+
+class Leased(NamedTuple):
+    """What is leased, as it was when the lease was given.
+
+    Attributes:
+        id: Of the item.
+        item: As the source gave it.
+        version: Of the weights.
+        tries: How many leases of this item have failed before.
+        lease: Number of the lease.
+    """
+
+    id: int
+    item: Any
+    version: int
+    tries: int
+    lease: int
 
 
 class GivesLeases(Protocol):
     """A feed, as leases know it."""
 
-    def wait_lease(self) -> Any:
-        """Wait for a lease, in a thread; return its unit."""
+    def wait_lease(self, take: Callable[[Leased], object]) -> None:
+        """Wait for a lease, in a thread, and have it taken. If this raises, it may have been taken all the same."""
 
-    async def await_lease(self) -> Any:
-        """Wait for a lease; return its unit."""
+    async def await_lease(self, take: Callable[[Leased], object]) -> None:
+        """Wait for a lease, and have it taken. If this raises, it may have been taken all the same."""
 
     def put_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
         """Put what was made under a lease."""
@@ -35,7 +54,7 @@ class _Held:
 
     Args:
         feed: Has given it.
-        unit: What is leased.
+        leased: What it has given.
 
     Attributes:
         id: Of the item; ascending in the order of the source.
@@ -44,13 +63,9 @@ class _Held:
         tries: How many leases of this item have failed before.
     """
 
-    def __init__(self, feed: GivesLeases, unit: Any) -> None:
-        self.id: int = unit.id
-        self.value: Any = unit.item
-        self.version: int = unit.version
-        self.tries: int = unit.tries
+    def __init__(self, feed: GivesLeases, leased: Leased) -> None:
+        self.id, self.value, self.version, self.tries, self._lease = leased
         self._feed = feed
-        self._lease: int = unit.lease
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of item {self.id}, version {self.version}>"
@@ -71,14 +86,19 @@ class _Held:
         self._feed.give_back(self._lease, failed=True)
 
     def _leave(self, error: BaseException | None) -> bool:
-        """Give the item back, unless it was settled. A cancelled task, or one that is interrupted, has not failed.
+        """Give the item back, unless it was settled.
 
         Returns:
             Whether the feed was closed meanwhile, and nothing else is wrong: then the loop over leases ends.
         """
-        is_closed = isinstance(error, FeedClosedError)
-        self._feed.give_back(self._lease, failed=error is None or (isinstance(error, Exception) and not is_closed))
-        return is_closed and error is not None and error.__cause__ is None
+        _give_back(self._feed, self._lease, error)
+        return isinstance(error, FeedClosedError) and error.__cause__ is None
+
+
+def _give_back(feed: GivesLeases, lease: int, error: BaseException | None) -> None:
+    """Give a lease back. A task that was cancelled or interrupted has not failed, nor has one whose feed was closed."""
+    failed = error is None or (isinstance(error, Exception) and not isinstance(error, FeedClosedError))
+    feed.give_back(lease, failed=failed)
 
 
 class Lease(_Held):
@@ -140,27 +160,42 @@ class LeaseRequest:
 
     def __init__(self, feed: GivesLeases) -> None:
         self._feed = feed
-        self._held: _Held | None = None
+        self._leased: Leased | None = None
+
+    def _take(self, leased: Leased) -> None:
+        self._leased = leased
 
     def __enter__(self) -> Lease:
-        held = self._held = Lease(self._feed, self._feed.wait_lease())
-        return held
+        try:
+            self._feed.wait_lease(self._take)
+            assert self._leased is not None
+            return Lease(self._feed, self._leased)
+        except BaseException as error:
+            self._leave(error)
+            raise
 
     async def __aenter__(self) -> AsyncLease:
-        held = self._held = AsyncLease(self._feed, await self._feed.await_lease())
-        return held
+        try:
+            await self._feed.await_lease(self._take)
+            assert self._leased is not None
+            return AsyncLease(self._feed, self._leased)
+        except BaseException as error:
+            self._leave(error)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held is not None:
-            self._held._leave(error)
+        self._leave(error)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held is not None:
-            self._held._leave(error)
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._leased is not None:
+            _give_back(self._feed, self._leased.lease, error)
 
 
 class Leases:
@@ -178,7 +213,7 @@ class Leases:
 
     def __next__(self) -> Lease:
         try:
-            return Lease(self._feed, self._feed.wait_lease())
+            return LeaseRequest(self._feed).__enter__()
         except FeedClosedError as error:
             if error.__cause__ is not None:  # of the source
                 raise
@@ -189,7 +224,7 @@ class Leases:
 
     async def __anext__(self) -> AsyncLease:
         try:
-            return AsyncLease(self._feed, await self._feed.await_lease())
+            return await LeaseRequest(self._feed).__aenter__()
         except FeedClosedError as error:
             if error.__cause__ is not None:
                 raise

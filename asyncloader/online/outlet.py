@@ -18,7 +18,7 @@ from asyncloader.online.intake import Change, Intake
 from asyncloader.online.keys import SampleKey, keys_of, other_has_begun
 from asyncloader.online.ledger import Rules, Unit
 from asyncloader.online.ranks import RankPlace, Ranks, Run, Seat
-from asyncloader.online.waiters import Waiters, first, wake_all
+from asyncloader.online.waiters import Waiters, first
 
 
 class Outlet(Intake):
@@ -59,22 +59,21 @@ class Outlet(Intake):
 
     def begin(self, reader: Any) -> int:
         """Give batches to this reader from now on, first those that the last one was not given; return the number."""
-        with Change(self), self._lock:
-            others = self._begin(reader, int)
-        wake_all(others)
-        return self._first
+        with Change(self):
+            self._begin(reader, int)
+            return self._first
 
-    def _begin(self, reader: Any, given: Callable[[], int]) -> list[Callable[[], object]]:
+    def _begin(self, reader: Any, given: Callable[[], int]) -> None:
         self._ledger.finish(self._next_given())
         self._ledger.begin()
         self._reader, self._runs_begun = weakref.ref(reader), self._runs_begun + 1
         self._first, self._given = self._ledger.formed, given
         self._tells.clear()
-        return first(self._readers, len(self._readers))
+        self._woken += first(self._readers, len(self._readers))
 
     def follow(self, reader: Any, given: Callable[[], int]) -> None:
         """Take what counts how many batches of a reader consumers were given."""
-        with Change(self), self._lock:
+        with Change(self):
             if self._reader() is reader:
                 self._given = given
 
@@ -87,7 +86,7 @@ class Outlet(Intake):
         if self._reader() is not reader:
             raise other_has_begun()
         if self._next_given() > self._ledger.done:
-            with Change(self), self._lock:
+            with Change(self):
                 self._ledger.finish(self._next_given())
 
     def arrived(self, reader: Any, tell: Callable[[], object]) -> bool:
@@ -96,7 +95,7 @@ class Outlet(Intake):
         A reader that was promised an answer reads it with the lock of its run held, which the trainer needs to ask for
         a batch. So it must not wait then, and an update of the version in between must not take the answer back.
         """
-        with Change(self), self._lock:
+        with Change(self):
             if self._reader() is not reader or self.ends_at_once or self._ledger.can_answer(reader.number):
                 return True
             self._tells.append(tell)
@@ -166,20 +165,19 @@ class Outlet(Intake):
         """
         self.check_rank(rank)
         assert self._ranks is not None
-        with Change(self), self._lock:
+        with Change(self):
             before = self._ranks.run
             take(seat := self._ranks.begin(rank, place))
-            others = self._all_ranks()
+            self._wake_ranks()
             if (run := self._ranks.run) is not before and run is not None:
                 self._begin(run, _given_by(run))
                 self._parts, self._is_run_over, self.ends_at_once = {}, self.ends_at_once, False
-        wake_all(others)
         number: int = await self._until(lambda: self._has_begun(seat), self._beginners, in_turn=False)
         return number
 
-    def _all_ranks(self) -> list[Callable[[], object]]:
-        waiting = (self._beginners, self._readers)
-        return [wake for waiters in waiting for wake in first(waiters, len(waiters))]
+    def _wake_ranks(self) -> None:
+        for waiters in (self._beginners, self._readers):
+            self._woken += first(waiters, len(waiters))
 
     def _has_begun(self, seat: Seat) -> int | None:
         if seat.run is not None:
@@ -228,32 +226,30 @@ class Outlet(Intake):
             given: Steps that it was given before.
             now: Seconds, of the clock of `look_at_ranks`.
         """
-        with Change(self), self._lock:
+        with Change(self):
             seat.given, seat.since = given, now
             if self._reader() is seat.run is not None:
                 self._ledger.finish(self._next_given())
 
     def rank_leaves(self, seat: Seat) -> None:
         """Note that the iterator of a rank is gone."""
-        with Change(self), self._lock:
+        with Change(self):
             assert self._ranks is not None
             self._ranks.leave(seat)
-            others = self._all_ranks()
-        wake_all(others)
+            self._wake_ranks()
 
     def look_at_ranks(self, now: float) -> float | None:
         """End the run if consumers have waited for too long; return when to look again, or None. Seconds."""
         if self._step_timeout is None or self._ranks is None:
             return None
-        with Change(self), self._lock:
+        with Change(self):
             ledger, size = self._ledger, self._ledger.rules.size
             waiting = [] if self._is_run_over else self._ranks.waiting(ledger.formed - self._first)
             if not waiting or now < (due := waiting[0].since + self._step_timeout):
                 return due if waiting else None
             producers = f"{ledger.num_ready} of {size} samples or groups are there, {ledger.num_running} are leased"
             self._ranks.time_out(waiting, self._step_timeout, producers)
-            others = self._all_ranks()
-        wake_all(others)
+            self._wake_ranks()
         return now  # others may have waited as long
 
 

@@ -25,6 +25,7 @@ _MOST_ITEMS = 256
 _MOST_BYTES = 64 << 20
 WAITS: Any = object()
 """In place of an item that has not come yet."""
+_END: Any = object()
 
 
 def source_of(source: Any, tell: Callable[[], object]) -> PlainSource | StreamSource:
@@ -63,15 +64,19 @@ class PlainSource:
         self._source = source
         self._items: Iterator[Any] | None = None
 
-    def draw(self) -> Any:
+    def draw(self, call: Callable[..., Any]) -> Any:
         """Return the next item.
+
+        Args:
+            call: Calls the source's code.
 
         Raises:
             StopIteration: if there is none.
         """
         if self._items is None:
-            self._items = iter(self._source)
-        item = next(self._items)
+            self._items = call(iter, self._source)
+        if (item := call(next, self._items, _END)) is _END:
+            raise StopIteration
         self.drawn += 1
         return item
 
@@ -80,20 +85,25 @@ class PlainSource:
         states = {"stream": self._source.state_dict()} if is_stateful(self._source) else {}
         return {"drawn": self.drawn, "given": self.drawn if states else 0, "states": pickle.dumps(states)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], call: Callable[..., Any]) -> None:
         """Go on from a place.
+
+        Args:
+            state: The place.
+            call: Calls the source's code.
 
         Raises:
             ConfigurationError: if the source is a generator that was read.
         """
-        states, given = pickle.loads(state["states"]), state["given"]
+        states, given = call(pickle.loads, state["states"]), state["given"]
         if states.keys() == {"stream"} and is_stateful(self._source):
-            self._source.load_state_dict(states["stream"])
+            call(self._source.load_state_dict, states["stream"])
         elif self._items is not None and hasattr(type(self._source), "__next__"):
             raise read_before()
         else:
             given = 0
-        self._items, self.drawn = itertools.islice(self._source, state["drawn"] - given, None), state["drawn"]
+        items = call(iter, self._source)
+        self._items, self.drawn = itertools.islice(items, state["drawn"] - given, None), state["drawn"]
 
     def close(self) -> None:
         """Draw no more."""
@@ -125,8 +135,11 @@ class StreamSource:
         items = self._items = Items(reading)
         self._keys: StreamKeys | None = StreamKeys(lambda: items, _nothing)
 
-    def draw(self) -> Any:
+    def draw(self, call: Callable[..., Any]) -> Any:
         """Return the next item, or `WAITS`.
+
+        Args:
+            call: Not needed: the source's code runs in a thread.
 
         Raises:
             StopIteration: if there is none.
@@ -146,8 +159,12 @@ class StreamSource:
         told = self._items.place(self.drawn - self._items.reading.place.number).told or Told(0, pickle.dumps({}))
         return {"drawn": self.drawn, "given": told.given, "states": told.pickled}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], call: Callable[..., Any]) -> None:
         """Go on from a place.
+
+        Args:
+            state: The place.
+            call: Not needed.
 
         Raises:
             ConfigurationError: if the source is a generator that was read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 GONE: Any = object()
@@ -78,19 +78,9 @@ def first(waiters: Waiters, count: int) -> list[Callable[[], object]]:
 
 
 def wake_all(wakes: Sequence[Callable[[], object]]) -> bool:
-    """Wake all of these, also those behind one whose wake-up raises: it may be interrupted.
+    """Wake all of these.
 
     Returns:
         Whether one is gone: then whoever waits behind it is to be woken in its place.
     """
-    gone: list[object] = []
-    if wakes:
-        with ExitStack() as stack:
-            for wake in reversed(wakes):
-                stack.callback(_wake, wake, gone)
-    return bool(gone)
-
-
-def _wake(wake: Callable[[], object], gone: list[object]) -> None:
-    if wake() is GONE:
-        gone.append(wake)
+    return GONE in [wake() for wake in wakes]

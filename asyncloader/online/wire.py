@@ -28,16 +28,6 @@ Reading: TypeAlias = Generator[int, bytearray, tuple[int, Any]]
 """Yields how many bytes it is to be sent, as they come; returns a tag and a message."""
 
 
-class Leased(NamedTuple):
-    """What is leased, as `Unit` says it."""
-
-    id: int
-    item: Any
-    version: int
-    tries: int
-    lease: int
-
-
 class Unreadable(NamedTuple):
     """In place of a message that could not be unpickled.
 

@@ -11,7 +11,7 @@ import torch
 from asyncloader.engine.actions import VOID
 from asyncloader.epochs import as_number
 from asyncloader.errors import ConfigurationError
-from asyncloader.messages.snapshot import plain, unplain
+from asyncloader.plain import plain, unplain
 from asyncloader.samplers.pieces import Piece
 
 

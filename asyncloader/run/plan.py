@@ -28,7 +28,8 @@ from asyncloader.engine.progress import Progress
 from asyncloader.epochs import restore
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.indices import Indices, listed
-from asyncloader.messages.snapshot import Frozen, Pace, plain, unplain
+from asyncloader.messages.snapshot import Frozen, Pace
+from asyncloader.plain import plain, unplain
 from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
 from asyncloader.run.rng_snapshot import draws_once
 from asyncloader.samplers.ordered import bare_state, whole_state

@@ -24,8 +24,9 @@ import torch
 
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.epochs import Told, listeners, restore, tell
-from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_here, from_plain, unplain
+from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_here, from_plain
 from asyncloader.options import Options
+from asyncloader.plain import unplain
 from asyncloader.protocols import is_stateful, leaves_out_buffer
 from asyncloader.run.checkpoint import Checkpointer, is_between_runs
 from asyncloader.run.data_rank import data_rank

@@ -15,9 +15,9 @@ import weakref
 from functools import partial
 
 from asyncloader import threads
-from asyncloader.backends.processes.launching import handlers_wait
 from asyncloader.seeding import turns
 from asyncloader.seeding.sample_context import EpochKey
+from asyncloader.signals import HandlersWait
 
 _ends: dict[weakref.ref[object], weakref.ref[object]] = {}
 """Of iterators that are there. Not in what they refer to: a weak reference that goes with its object calls nothing."""
@@ -68,7 +68,7 @@ def _on_dropped(keys: list[EpochKey], is_over: queue.SimpleQueue[object], droppe
     if not turns.end(keys) or sys.is_finalizing():
         return
     came: list[int] = []
-    with handlers_wait(came.append):
+    with HandlersWait(came.append):
         turns.wait_ended()
     if came:
         threads.start(partial(_raise_again, came, is_over), "asyncloader signals")

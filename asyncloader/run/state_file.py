@@ -18,7 +18,7 @@ import aiofiles
 import aiofiles.os
 import torch
 
-from asyncloader.messages.snapshot import says_all
+from asyncloader.plain import says_all
 
 
 def write_state(state: dict[str, Any], path: str | os.PathLike[str]) -> None:

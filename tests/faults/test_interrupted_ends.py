@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
-from asyncloader.backends.processes.launching import handlers_wait
 from asyncloader.engine.portal import get_portal
-from tests.faults.test_interrupts_everywhere import CtrlC
+from asyncloader.signals import HandlersWait
+from tests.faults.test_interrupts_everywhere import CtrlC, RealCtrlC
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
@@ -144,8 +144,8 @@ def test_handlers_of_signals_are_there_again_wherever_an_interrupt_hits() -> Non
         moment = uninterrupted = 0
         while uninterrupted < 3:
             moment += 1
-            interrupt = CtrlC(moment)
-            with contextlib.suppress(KeyboardInterrupt), interrupt, handlers_wait():
+            interrupt = RealCtrlC(moment)
+            with contextlib.suppress(KeyboardInterrupt), interrupt, HandlersWait():
                 pass
             uninterrupted += interrupt.left > 0
             came.clear()
@@ -172,7 +172,7 @@ def test_a_handler_that_raises_keeps_no_other_signal_out() -> None:
         (signal.SIGUSR2, signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))),
     ]
     try:
-        with pytest.raises(Preempted), handlers_wait():
+        with pytest.raises(Preempted), HandlersWait():
             signal.raise_signal(signal.SIGUSR1)
             signal.raise_signal(signal.SIGUSR2)
         assert came == [signal.SIGUSR2]

@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -121,6 +122,23 @@ class CtrlC:
         if dis.opname[code.co_code[now]] == "GET_AWAITABLE":  # a coroutine that is made is awaited at once
             return False
         return is_looked_after(dis.opname[code.co_code[last]]) and handlers(code)[last] == handlers(code)[now]
+
+
+class RealCtrlC(CtrlC):
+    """Sends SIGINT at the moment of this number: its handler raises there, or later, where handlers wait.
+
+    Args:
+        moment: When to send it.
+    """
+
+    def __init__(self, moment: int) -> None:
+        super().__init__(moment, self._send, times=0)
+        self._is_sent = False
+
+    def _send(self) -> None:
+        if not self._is_sent:
+            self._is_sent = True
+            signal.raise_signal(signal.SIGINT)
 
 
 class Counting:

@@ -232,9 +232,10 @@ def test_the_time_limit_ends_with_the_feed() -> None:
 def test_a_lease_that_is_collected_under_the_lock() -> None:
     """The item is given back when the lock is let go."""
     feed = Feed(range(1), batch_size=1)
-    unit = feed.wait_lease()
+    taken: list[Any] = []
+    feed.wait_lease(taken.append)
     with feed._lock:
-        feed.give_back(unit.lease, failed=False)
+        feed.give_back(taken[0].lease, failed=False)
         assert feed._ledger.num_running == 1
     feed.stats()
     assert feed.stats().pending == 1
@@ -264,13 +265,13 @@ def test_a_loop_that_was_closed_under_a_producer(puts: bool, is_late: bool) -> N
     else:
         held = feed.lease().__enter__()
     loop = asyncio.new_event_loop()
-    task = loop.create_task(feed.put(1) if puts else feed.await_lease())
+    task = loop.create_task(feed.put(1) if puts else feed.lease().__aenter__())
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     if is_late:
         loop.is_closed = lambda: False  # type: ignore[method-assign]
     pool = ThreadPoolExecutor(1)
-    living = pool.submit(feed.put_sync, 2) if puts else pool.submit(feed.wait_lease)
+    living = pool.submit(feed.put_sync, 2) if puts else pool.submit(feed.lease().__enter__)
     wait_until(lambda: feed.stats().producers_waiting == 2)
     if puts:
         keys = iter(feed.make_batch_sampler())

@@ -92,7 +92,7 @@ class Play(RuleBasedStateMachine):
 
     def _produce_one(self, cost: int) -> None:
         try:
-            unit = self.feed._try_lease()
+            unit = self.feed._try_lease(bool)
         except FeedClosedError:
             return
         if unit is not None:

@@ -260,7 +260,7 @@ def test_a_source_that_uses_its_feed(looks_in: str) -> None:
     source = Curriculum(looks_in)
     feed = source.feed = Feed(source, batch_size=1)
     state = Feed(Curriculum(""), batch_size=1).state_dict()
-    acts: dict[str, Any] = {"next": feed.wait_lease, "state_dict": feed.state_dict}
+    acts: dict[str, Any] = {"next": feed.lease().__enter__, "state_dict": feed.state_dict}
     with pytest.raises(RuntimeError, match="give the feed a function that returns the source"):
         acts.get(looks_in, lambda: feed.load_state_dict(state))()
     assert feed.stats().running == 0

@@ -107,7 +107,7 @@ def test_trimming(tmp_path: Path) -> None:
 
 def _lease_within(feed: Feed[Any]) -> None:
     with feed._lock:
-        if feed._try_lease() is None:
+        if feed._try_lease(bool) is None:
             raise TimeoutError
 
 

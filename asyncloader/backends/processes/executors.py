@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext
 from typing import Any, cast
 
-from asyncloader.backends.processes.launching import handlers_wait, masked
+from asyncloader.signals import HandlersWait, masked
 
 _processes, _threads = cast(Any, concurrent.futures.process), cast(Any, concurrent.futures.thread)
 
@@ -117,7 +117,7 @@ def adopt(processes: Sequence[Running]) -> threading.Thread:
     (:mod:`asyncloader.engine.exits`), when a thread that trains on has begun anew; whoever may not is refused before.
     """
     executor = ProcessPoolExecutor(len(processes), mp_context=_Adopting(processes))
-    with handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
+    with HandlersWait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
         try:
             executor.submit(int)
         except RuntimeError:

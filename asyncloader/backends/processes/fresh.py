@@ -26,8 +26,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import dump
 from typing import Any, cast
 
-from asyncloader.backends.processes.launching import masked
 from asyncloader.errors import WorkerStartError
+from asyncloader.signals import masked
 
 PRELOAD = ("torch", "torch.utils.data", "asyncloader.preload")
 """What the fork server imports for us. No thread is left of it when a worker is forked, and no device is touched."""

@@ -1,6 +1,6 @@
 """The moment in which a process is made: in which thread, with which signals, and whether there is room for it.
 
-with handlers_wait(), masked(SIG_BLOCK, all): fork
+with HandlersWait(), masked(SIG_BLOCK, all): fork
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeAlias, TypeVar, cast
@@ -93,57 +91,3 @@ class _Collector:
     def __eq__(self, other: object) -> bool:
         self.found.append(other)
         return False
-
-
-@contextlib.contextmanager
-def handlers_wait(again: Callable[[int], object] = signal.raise_signal) -> Iterator[None]:
-    """Let Python's handlers of signals wait in the main thread: one that raises must not meet a process half known.
-
-    The launching thread blocks signals meanwhile, but another thread may get them, and Python runs the handlers in the
-    main thread all the same.
-
-    Args:
-        again: Is given the number of each signal that came, at the end.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    is_over = False
-
-    def wait(number: int, frame: Any) -> None:
-        if is_over:  # another handler has raised before its own was set again
-            waiting[number](number, frame)
-        else:
-            came.append(number)
-
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    # The handler that asyncio and uvloop set does nothing; they hear of signals in another way.
-    waiting: dict[int, Any] = {
-        number: handler
-        for number, handler in handlers.items()
-        if callable(handler) and not getattr(handler, "__name__", "").endswith("sighandler_noop")
-    }
-    try:
-        for number in waiting:
-            signal.signal(number, wait)
-        yield
-    finally:
-        is_over = True
-        try:
-            with masked(signal.SIG_BLOCK, came):  # all at once: those behind one that raises come at the next look
-                for number in came:
-                    again(number)
-        finally:
-            for number, handler in waiting.items():
-                signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def masked(how: int, signals: Iterable[int]) -> Iterator[None]:
-    """Change the calling thread's mask of blocked signals for a while."""
-    mask = signal.pthread_sigmask(how, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -35,12 +35,13 @@ from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.processes import fresh
 from asyncloader.backends.processes.channel import Channel, open_pair
 from asyncloader.backends.processes.executors import Running
-from asyncloader.backends.processes.launching import Forking, handlers_wait, masked, start_process, try_descriptors
+from asyncloader.backends.processes.launching import Forking, start_process, try_descriptors
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.seeding.generators import wait_drawn
+from asyncloader.signals import HandlersWait, masked
 from asyncloader.stack_text import shorten
 from asyncloader.worker import bootstrap
 from asyncloader.worker.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
@@ -67,7 +68,7 @@ def launch_all(context: BaseContext, launches: Iterable[Launch]) -> None:
             resource_tracker.ensure_running()
     if method == "forkserver":
         fresh.start_server()
-    with handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
+    with HandlersWait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
         for launch in launches:
             launch()
 

@@ -1,0 +1,38 @@
+"""States of users in the states of loaders: JSON where that says all of them, which is small, and safe to read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+
+
+def says_all(state: Any) -> bool:
+    """Whether JSON says all of a state, its types included: no tuple, no other class, no key that is not a string."""
+    kind = type(state)
+    if kind is dict:
+        return all(type(key) is str for key in state) and says_all(list(state.values()))
+    if kind is list:
+        return all(part in _SCALARS or part is dict or part is list for part in set(map(type, state))) and all(
+            map(says_all, [part for part in state if type(part) not in _SCALARS])
+        )
+    return kind in _SCALARS
+
+
+def plain(state: Any) -> Any:
+    """Write a user's state down as JSON where that says all of it; otherwise return a copy of it."""
+    if state is None:
+        return None
+    try:
+        if says_all(state):
+            return json.dumps(state)
+    except (ValueError, RecursionError):  # it contains itself, or is very deep
+        pass
+    return copy.deepcopy(state)
+
+
+def unplain(state: Any) -> Any:
+    """Turn what `plain` returned into the user's state, a new one each time."""
+    return json.loads(state) if isinstance(state, str) else copy.deepcopy(state)
