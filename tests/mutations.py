@@ -496,7 +496,7 @@ MUTATIONS = (
         "an interrupt while a batch is sent to a device loses it",
         "run/device_iterator.py",
         "StopIteration:\n            call.item = None\n            raise\n        except BaseException:\n"
-        "            call.is_over = call.item is not _SENT\n",
+        "            call.is_interrupted = call.item is not _SENT\n",
         "StopIteration:\n            call.item = None\n            raise\n        except BaseException:\n",
         "run/test_device_iterator.py",
     ),

@@ -1,7 +1,7 @@
 """How far one run over the data is. Passive: the plan and the consumer write, states are made of it.
 
     ready ── Taking.take ──> Call: on its way ── call.item = None, then `return` ──> given: counted in `Progress.now`
-      the next call takes it again <── call.is_over = True: the call was interrupted
+      the next call takes it again <── call.is_interrupted = True
 
 A signal handler may raise in the consumer's thread after any call of a function, and at the beginning of one; CPython
 looks for signals nowhere else but where loops jump back. Whatever is taken or counted is therefore worked out first,
@@ -71,18 +71,18 @@ class Given(NamedTuple):
 class Call:
     """A call of `next` or `anext`.
 
-    ``given`` is written under the lock; ``item`` is set under it, and cleared without it. ``is_over`` is written
+    ``given`` is written under the lock; ``item`` is set under it, and cleared without it. ``is_interrupted`` is written
     without it.
 
     Attributes:
         given: The facts of the batch that is on its way to the caller.
         item: The batch; None when the caller has it.
-        is_over: The call was interrupted before the caller had the batch.
+        is_interrupted: An exception has ended the call before the caller had the batch.
     """
 
     given: Given
     item: Any = None
-    is_over = False
+    is_interrupted = False
 
 
 class Place(NamedTuple):

@@ -72,7 +72,7 @@ class Taking:
         """How many batches there are whose calls were interrupted, of those that were taken."""
         count = 0
         for call in self.progress.counted[1]:  # two or three: `sum` of a generator takes thrice as long
-            count += call.is_over
+            count += call.is_interrupted
         return count
 
     @property
@@ -84,7 +84,7 @@ class Taking:
         """Let go of what is not on its way to a consumer: nobody may come for it. In any thread."""
         self.handoff.ready.clear()
         before = self.progress.counted
-        after = before[0], tuple(call for call in before[1] if not call.is_over)
+        after = before[0], tuple(call for call in before[1] if not call.is_interrupted)
         if self.progress.counted is before:
             self.progress.counted = after
 
@@ -98,9 +98,9 @@ class Taking:
         while True:
             before = progress.counted
             place, calls = progress.folded()
-            if calls and (over := next((each for each in calls if each.is_over), None)) is not None:
-                call.given, call.item = over.given, over.item
-                after = place, tuple(call if each is over else each for each in calls)
+            if calls and (interrupted := next((each for each in calls if each.is_interrupted), None)) is not None:
+                call.given, call.item = interrupted.given, interrupted.item
+                after = place, tuple(call if each is interrupted else each for each in calls)
                 if progress.counted is before:  # a handler of a signal may have taken it: then look again
                     progress.counted = after
                     again: Item = call.item

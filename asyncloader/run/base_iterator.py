@@ -221,7 +221,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             call.item = None
             raise
         except BaseException:
-            call.is_over = True
+            call.is_interrupted = True
             self._run.handoff.wake()  # somebody else may take it
             raise
         if error is None:
@@ -248,7 +248,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             call.item = None
             raise
         except BaseException:
-            call.is_over = True
+            call.is_interrupted = True
             self._run.handoff.wake()
             raise
         if error is None:

@@ -212,10 +212,10 @@ class AnySource:
 
     @property
     def _lacks(self) -> bool:
-        return self._arrived is _NOTHING and not self._last.is_over and not self._has_ended
+        return self._arrived is _NOTHING and not self._last.is_interrupted and not self._has_ended
 
     def _take(self, call: Call) -> Item | None:
-        if self._last.is_over:
+        if self._last.is_interrupted:
             return self._given(call, self._last.item)
         if self._arrived is _NOTHING:
             return None
@@ -413,7 +413,7 @@ class DeviceIterator(ClosableIterator):
             call.item = None
             raise
         except BaseException:
-            call.is_over = call.item is not _SENT
+            call.is_interrupted = call.item is not _SENT
             self._source.was_interrupted()
             raise
         finally:
@@ -431,7 +431,7 @@ class DeviceIterator(ClosableIterator):
             call.item = None
             raise
         except BaseException:
-            call.is_over = call.item is not _SENT
+            call.is_interrupted = call.item is not _SENT
             self._source.was_interrupted()
             raise
         finally:

@@ -294,7 +294,7 @@ class EqualStepsIterator(ClosableIterator):
             call.item = None
             self._change(ended=True)
         except BaseException:
-            call.is_over = call.item is not _HELD
+            call.is_interrupted = call.item is not _HELD
             raise
 
     async def _pull_async(self) -> None:
@@ -305,7 +305,7 @@ class EqualStepsIterator(ClosableIterator):
             call.item = None
             self._change(ended=True)
         except BaseException:
-            call.is_over = call.item is not _HELD
+            call.is_interrupted = call.item is not _HELD
             self._inner._run.handoff.wake()  # another task may take it
             raise
 

@@ -205,7 +205,7 @@ def test_an_interrupt_in_the_sampler_loses_no_batch() -> None:
     call = Call()
     with pytest.raises(KeyboardInterrupt):
         driver.run.take(call)
-    call.is_over = True
+    call.is_interrupted = True
     assert driver.run.progress.now.position == 0
     assert driver.get() == 0
     assert driver.run.progress.now.position == 1
