@@ -37,7 +37,7 @@ class BasePool(Generic[AnyWorker]):
         return f"<{type(self).__name__} {list(self.processes.values())!r}>"
 
     def _epoch_of_newcomer(self, num_workers: int) -> EpochSpec:
-        """Return the run as a worker that is started now is told of it, beside so many others."""
+        """Return the current run for a worker that starts in its middle, one of so many."""
         epoch = self._epoch if self._copied is None else self._copied.run_of_newcomer(self._epoch)
         return epoch._replace(num_workers=num_workers)
 

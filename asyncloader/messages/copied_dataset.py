@@ -25,18 +25,18 @@ class CopiedDataset:
         heard: Returns what it was told; nothing while it is being told.
 
     Attributes:
-        is_over: Whether all of the run that workers are at has been made.
+        has_run_ended: Whether all batches of the current run have been made.
     """
 
     def __init__(self, dataset: Any, heard: Callable[[], tuple[Told, ...]]) -> None:
-        self.is_over: Callable[[], bool] = bool
+        self.has_run_ended: Callable[[], bool] = bool
         self._dataset = dataset
         self._heard = heard
         self._untold = [_attributes(*pair) for pair in zip(listeners(dataset), heard(), strict=False)]
 
     def run_of_newcomer(self, epoch: EpochSpec) -> EpochSpec:
-        """Return a run as a worker is to know it that is started now: it is told of none that is over."""
-        return epoch._replace(epochs=()) if self.is_over() else epoch
+        """Return the current run for a worker that starts in its middle, which hears no epoch of a finished run."""
+        return epoch._replace(epochs=()) if self.has_run_ended() else epoch
 
     def heard_by_a_copy(self, epochs: tuple[Told, ...]) -> tuple[Told, ...]:
         """Return what a copy has heard that was just made. To be called in the copy.

@@ -67,7 +67,7 @@ def make_session(
     pool = _make_pool(options, runs, spec, loop, copied, home)
     supervisor = Supervisor(loop, pool, options, _make_auto(options, runs, pool, tell))
     session = Session(portal, loop, pool, run, supervisor, make_finisher(loop))
-    copied.is_over = while_alive(session.has_run_ended, False)
+    copied.has_run_ended = while_alive(session.has_run_ended, False)
     return session
 
 
