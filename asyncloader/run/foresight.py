@@ -129,23 +129,23 @@ class Foresight:
             self._foreseen = foreseen = _Foreseen(options, next_told != heard, text, len(keys), is_whole)
             foreseen.run = begin(keys, progress, next_told, is_whole=is_whole)
 
-    def compare(self, options: Options, spec: EpochSpec, plan: Iterator[Any]) -> tuple[Run | None, Iterator[Any]]:
+    def compare(self, options: Options, epoch: EpochSpec, plan: Iterator[Any]) -> tuple[Run | None, Iterator[Any]]:
         """Return the run that was begun ahead, if it is the one that begins now, and the keys that are to be read.
 
         Args:
             options: The loader's, now.
-            spec: The run that begins now.
+            epoch: The run that begins now.
             plan: The keys of its batches.
         """
         foreseen, self._foreseen = self._foreseen, None
         over, self._over = self._over, None
         if over is not None:
-            self._guess.learn(over, [*_told_samplers(options), *spec.epochs])
+            self._guess.learn(over, [*_told_samplers(options), *epoch.epochs])
         self._is_due = deque([True])
         self.told_in_vain = False
         if foreseen is None:
             return None, plan
-        if foreseen.is_of(options, spec):
+        if foreseen.is_of(options, epoch):
             keys, error = _read(plan, foreseen.batches + foreseen.is_whole)
             if error is None and foreseen.has(keys):
                 return foreseen.run, plan
@@ -182,10 +182,10 @@ class _Foreseen:
         except Exception:
             return False
 
-    def is_of(self, options: Options, spec: EpochSpec) -> bool:
+    def is_of(self, options: Options, epoch: EpochSpec) -> bool:
         """Whether its batches are those of another run, as far as their keys are the same."""
         # A run's number says nothing of what its batches are made from.
-        is_alike = self.run is not None and self.run.epoch._replace(number=spec.number) == spec
+        is_alike = self.run is not None and self.run.epoch._replace(number=epoch.number) == epoch
         return is_alike and _same(self.options, options)
 
 

@@ -95,7 +95,7 @@ class WorkerIterator(BaseIterator[T_co]):
         iterate = partial(self._reset, loader, first_iter=True)
         start = self._begin(iterate, state, prepare=partial(self._construct, loader))
         self._run_numbers = count(1)
-        run = self._make_run(self._spec_of(start), start.plan, start.checkpointer.progress)
+        run = self._make_run(self._epoch_of(start), start.plan, start.checkpointer.progress)
         self._session = self._make_session(run)
         self._session.close_with(self)
         self._foresight = make_foresight(self._options) if self._options.prefetch_epochs else None
@@ -140,15 +140,15 @@ class WorkerIterator(BaseIterator[T_co]):
         if first is not self._options or options is not self.asked:
             self._options, self.asked = options.with_workers_of(first), options
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
-        progress, spec = start.checkpointer.progress, self._spec_of(start)
+        progress, epoch = start.checkpointer.progress, self._epoch_of(start)
         run, plan = None, iter(start.plan)
         if self._foresight is not None:
-            run, plan = self._foresight.compare(self._options, spec, plan)
+            run, plan = self._foresight.compare(self._options, epoch, plan)
             if self._foresight.told_in_vain:
                 self._runs.tell_anew()
-                spec = spec._replace(epochs=self._epochs())
+                epoch = epoch._replace(epochs=self._epochs())
         if run is None:
-            run = self._make_run(spec, plan, progress)
+            run = self._make_run(epoch, plan, progress)
             self._session.push(run)
             run.begin(self._session.waker())
         else:
@@ -165,8 +165,8 @@ class WorkerIterator(BaseIterator[T_co]):
         key = EpochKey((int(self._base_seed), self._runs.begun, self._run.epoch.key[2]))
         if self._options.seeds_here:
             self._seeding.begin(key)
-        spec = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs)
-        run = self._make_run(spec, iter(keys), progress)
+        epoch = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs)
+        run = self._make_run(epoch, iter(keys), progress)
         self._session.push(run)
         run.begin(self._session.waker(), until=len(keys) + is_whole)
         return run
@@ -192,13 +192,13 @@ class WorkerIterator(BaseIterator[T_co]):
             self._session.request_close()
             raise
 
-    def _spec_of(self, start: RunStart) -> EpochSpec:
-        """Return a run as workers are to know it."""
+    def _epoch_of(self, start: RunStart) -> EpochSpec:
+        """Return the run in the form that workers receive."""
         made = start.checkpointer
         return EpochSpec(next(self._run_numbers), made.key, made.shared_seed, start.starts, self._epochs())
 
-    def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
-        return workplace.make_run(self._options, self._runs, spec, plan, progress)
+    def _make_run(self, epoch: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
+        return workplace.make_run(self._options, self._runs, epoch, plan, progress)
 
     # ------------------------------------------------------------------------------------------------- workers
 
