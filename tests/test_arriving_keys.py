@@ -176,7 +176,7 @@ def test_every_batch_comes_once_and_in_order(count: int, size: int, choices: lis
     line, seen, coming = Line(), [], deque([*range(count), END])
     driver = Driver(Plan(line, iter(line), Progress(), Pace(), is_batched=False))
     run = driver.run
-    run.begin(driver.wake)
+    run.read_first(driver.wake)
     for choice in chain(choices, cycle(range(4))):
         if choice == 0:
             driver.turn()
@@ -243,7 +243,7 @@ def test_a_run_that_was_left_takes_no_keys() -> None:
     """They belong to the one that begins."""
     line = Line()
     driver = Driver(Plan(line, iter(line), Progress(), Pace(), is_batched=False))
-    driver.run.begin(driver.wake)
+    driver.run.read_first(driver.wake)
     driver.run.leave()
     line.put(1, 2)
     driver.turn()
@@ -255,7 +255,7 @@ def test_an_interrupt_in_who_brings_keys_wakes_the_consumer(monkeypatch: pytest.
     """It has news, and would sleep on."""
     line, woken = Line(), []
     driver = Driver(Plan(line, iter(line), Progress(), Pace(), is_batched=False))
-    driver.run.begin(driver.wake)
+    driver.run.read_first(driver.wake)
     monkeypatch.setattr(driver.run.handoff, "wake", lambda: woken.append(True))
 
     def interrupt(line: Line) -> int:

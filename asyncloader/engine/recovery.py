@@ -97,7 +97,7 @@ class Recovery:
         options: The options of the workers.
 
     Attributes:
-        has_lost: A lost worker cannot be replaced.
+        has_lost_for_good: A lost worker cannot be replaced.
         is_first_run: The workers have been through no other run.
         num_workers: How many workers there are to be.
     """
@@ -111,7 +111,7 @@ class Recovery:
         )
         self._has_initial_state = options.is_iterable and options.has_workers and is_stateful(dataset)
         self.num_workers = options.num_at_start
-        self.has_lost = False
+        self.has_lost_for_good = False
         self.is_first_run = True
         self._vacant: set[int] = set()  # workers that died at the end of their data, and have no process
         self._failed_starts = 0
@@ -150,7 +150,7 @@ class Recovery:
         self._failed_starts += not (process.is_ready or process.is_lost)
         if not is_active:  # only a later run needs another
             self._vacant.add(process.worker_id)
-            self.has_lost |= not (self._is_replaceable or self._has_initial_state)
+            self.has_lost_for_good |= not (self._is_replaceable or self._has_initial_state)
             return []
         if not process.was_set_up:
             return [GiveUp(_no_start(process))]
@@ -196,7 +196,7 @@ class Recovery:
         return [Replace(process.worker_id)] if self._can_replace(start) else self._lose_for_good(process)
 
     def _lose_for_good(self, process: Worker) -> list[Vacate]:
-        self.has_lost = True
+        self.has_lost_for_good = True
         note = _NOT_IN_LATER_RUNS if self._has_initial_state else _NOT_REPLACED
         cause = partial(_death, process, note=note if self._tells_place else _NOT_REPLACEABLE)
         return [Vacate(process.worker_id, cause, replaceable=False, was_ready=process.is_ready)]

@@ -41,7 +41,7 @@ class Run:
     """A run over the data (an epoch).
 
     Args:
-        options: Of the run.
+        options: The options of the run.
         scheduler: Decides who makes what.
         epoch: The run, as workers know it.
         meter: Counts what happens.
@@ -88,7 +88,7 @@ class Run:
         self.handoff = self.taking.handoff
         self.ended = self.closed = self.exhausted = False
         self.error: BaseException | None = None
-        self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # consumers that have raised it
+        self._raised_in: weakref.WeakSet[Any] = weakref.WeakSet()  # consumers that have raised it
 
         self.inbox: deque[Any] = deque()
         self.plan_ended = False
@@ -109,8 +109,8 @@ class Run:
     #
     # In their threads, under one lock, so that several of them may share an iterator.
 
-    def begin(self, wake_loop: Callable[[], None], until: int | None = None) -> None:
-        """Read the sampler as far as the window.
+    def read_first(self, wake_loop: Callable[[], None], until: int | None = None) -> None:
+        """Read the keys of the first batches: as far as the window.
 
         Args:
             wake_loop: Has the loop thread look into the inbox.
@@ -209,8 +209,8 @@ class Run:
         """Raise what has ended the run, after all that is ready: to each consumer once, a thread or a task.
 
         Raises:
-            BaseException: that.
-            StopIteration: for one that has been told, and goes on after every error. Its epoch is not over in states.
+            BaseException: the error that has ended the run.
+            StopIteration: for a consumer that has raised it and asks again. In states the epoch is not over.
         """
         if self.error is None or self.ended or self.taking.has_ready:
             return
@@ -218,10 +218,10 @@ class Run:
         with contextlib.suppress(RuntimeError):  # there is no loop
             consumer = asyncio.current_task()
         consumer = consumer or threading.current_thread()
-        if consumer in self._told:
+        if consumer in self._raised_in:
             self.progress.is_broken = True
             raise StopIteration
-        self._told.add(consumer)
+        self._raised_in.add(consumer)
         raise another(self.error)
 
     def has_news(self) -> bool:

@@ -99,7 +99,7 @@ class WorkerIterator(BaseIterator[T_co]):
         self._session = self._make_session(run)
         self._session.close_with(self)
         self._foresight = make_foresight(self._options) if self._options.prefetch_epochs else None
-        run.begin(self._session.waker())
+        run.read_first(self._session.waker())
         self._take_from(run)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = None
@@ -150,7 +150,7 @@ class WorkerIterator(BaseIterator[T_co]):
         if run is None:
             run = self._make_run(epoch, plan, progress)
             self._session.push(run)
-            run.begin(self._session.waker())
+            run.read_first(self._session.waker())
         else:
             run.take_up(plan, progress, ErrorLimit(self._options, progress, run.faults))
         self._take_from(run)
@@ -168,7 +168,7 @@ class WorkerIterator(BaseIterator[T_co]):
         epoch = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs)
         run = self._make_run(epoch, iter(keys), progress)
         self._session.push(run)
-        run.begin(self._session.waker(), until=len(keys) + is_whole)
+        run.read_first(self._session.waker(), until=len(keys) + is_whole)
         return run
 
     def _take_from(self, run: Run) -> None:
@@ -223,7 +223,7 @@ class WorkerIterator(BaseIterator[T_co]):
         """Whether it can begin another run."""
         session = self._session
         is_there = session.pid == os.getpid() and session.state in (State.NEW, State.OPEN)
-        return is_there and session.error is None and not session.supervisor.recovery.has_lost
+        return is_there and session.error is None and not session.supervisor.recovery.has_lost_for_good
 
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: see :meth:`asyncloader.DataLoader.set_num_workers`."""

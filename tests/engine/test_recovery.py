@@ -110,7 +110,7 @@ def test_one_that_was_not_ready_is_replaced_in_any_stream(start: WorkerStart | N
     """It had read nothing: another one that begins there is exact."""
     recovery = Recovery(LEAVES_OUT)
     assert lose(recovery, Gone(is_ready=False), start).replaceable
-    assert not recovery.has_lost
+    assert not recovery.has_lost_for_good
 
 
 @given(num_workers=st.integers(1, 8), losses=st.integers(1, 40))
@@ -173,7 +173,7 @@ def test_who_can_be_replaced(options: Options, start: WorkerStart | None, replac
     recovery = Recovery(options)
     action = lose(recovery, start=start)
     assert action.replaceable is replaceable
-    assert recovery.has_lost is not replaceable
+    assert recovery.has_lost_for_good is not replaceable
     told = str(action.cause([Ticket(0, KEYS)]))
     advice = "state_dict" if options.on_crash != "skip" else '"retry" makes the batch again'
     assert (advice in told) is not replaceable
@@ -187,7 +187,7 @@ def test_one_that_dies_at_the_end_of_its_data_is_replaced_for_a_later_run(option
     """It is returned once, when the run is over."""
     recovery = Recovery(options)
     assert recovery.died(Gone(1), WorkerStart(), is_active=False) == []
-    assert recovery.has_lost is has_lost
+    assert recovery.has_lost_for_good is has_lost
     assert recovery.stop() == {1}
     assert recovery.stop() == set()
 
@@ -199,7 +199,7 @@ def test_no_worker_begins_a_later_run_in_the_place_of_another() -> None:
     assert lose(recovery, start=TOLD).replaceable
     action = lose(recovery, start=WorkerStart())
     assert not action.replaceable
-    assert recovery.has_lost
+    assert recovery.has_lost_for_good
     assert "given no state of its iterable dataset in this epoch" in str(action.cause([Ticket(0, KEYS)]))
     assert [type(action) for action in recovery.fill(Gone(1), WorkerStart())] == [Vacate]
 

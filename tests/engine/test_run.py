@@ -96,7 +96,7 @@ class Driver:
 def begun(plan: Iterable[Any], **options: Any) -> Driver:
     """A run whose first window was read, and planned."""
     driver = Driver(plan, **options)
-    driver.run.begin(driver.wake)
+    driver.run.read_first(driver.wake)
     driver.turn()
     return driver
 
@@ -136,7 +136,7 @@ def test_every_batch_comes_once_and_in_order(count: int, left_out: set[int], cho
     """However the consumer, the loop and the workers take turns; what is left out is passed over."""
     driver, seen = Driver(range(count)), []
     run = driver.run
-    run.begin(driver.wake)
+    run.read_first(driver.wake)
     for choice in chain(choices, cycle(range(3))):
         if choice == 0:
             driver.turn()
@@ -222,7 +222,7 @@ def test_an_interrupted_wake_up_is_made_up_for_by_the_next() -> None:
         driver.wake()
 
     with pytest.raises(KeyboardInterrupt):
-        driver.run.begin(wake)
+        driver.run.read_first(wake)
     driver.run.read_on()
     assert driver.wakes == 1
     driver.turn()
