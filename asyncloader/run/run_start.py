@@ -68,7 +68,7 @@ def begin(
     options: Options,
     state: dict[str, Any] | None,
     runs: Runs,
-    iterate: Callable[[], Drawn],
+    draw: Callable[[], Drawn],
     *,
     prepare: Callable[[], object] | None = None,
     last: Checkpointer | None = None,
@@ -79,7 +79,7 @@ def begin(
         options: The loader's.
         state: To begin from, or None.
         runs: The loader's; it is told of this one.
-        iterate: Iterates over the samplers, as torch's iterator does. Without workers it draws the base seed as well.
+        draw: Iterates over the samplers, as torch's iterator does. Without workers it draws the base seed as well.
         prepare: Runs torch's constructor, before the order is drawn.
         last: The run before this one, if its workers make this one too.
     """
@@ -87,7 +87,7 @@ def begin(
     before, saved = rng.capture(), [] if state is None else state["check"]
     is_restored = [here == there for here, there in zip_longest(rng.check(), saved[: len(before)])]  # by the trainer
     states = None if state is None else unplain(state["samplers"])
-    drawn, begun, is_seed_first, samplers, starts = _draw(options, state, states, runs, rng, iterate, prepare)
+    drawn, begun, is_seed_first, samplers, starts = _draw(options, state, states, runs, rng, draw, prepare)
     epoch = runs.begun if state is None else state["epoch"]
     key = EpochKey((drawn.base_seed, epoch, data_rank(options)))
     progress = _progress(options, state, drawn, key, _known(options, starts, last))
@@ -119,7 +119,7 @@ def _draw(
     states: dict[str, Any] | None,
     runs: Runs,
     rng: RNGSnapshot,
-    iterate: Callable[[], Drawn],
+    draw: Callable[[], Drawn],
     prepare: Callable[[], object] | None,
 ) -> tuple[Drawn, list[Any], bool, SamplerState, dict[int, WorkerStart] | None]:
     """Have an order drawn by torch's iterator, from its beginning; or once more where that is not as a state says.
@@ -130,7 +130,7 @@ def _draw(
         states: The states of samplers in that.
         runs: See `begin`.
         rng: The generators.
-        iterate: See `begin`.
+        draw: See `begin`.
         prepare: See `begin`.
 
     Returns:
@@ -161,7 +161,7 @@ def _draw(
     is_dataset_loaded = options.is_inline and _load_dataset(options, state, news)
     starts = _starts(options, None if is_dataset_loaded else state, news)
     with Drawing():
-        drawn = iterate()
+        drawn = draw()
     is_seed_drawn = is_seed_first = options.is_inline
     is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
     if state is None:
