@@ -186,14 +186,14 @@ class Session:
         carry_out(self._steps())
 
     def start_from_here(self) -> None:
-        """Do so from a thread of the consumer's, of which forked workers are copies then.
+        """Start the workers as `start` does, from the consumer's thread, of which forked workers are copies then.
 
-        They find what belongs to it, as workers that torch's loader forks there: connections to SQLite, thread-locals.
+        They find what belongs to the thread, as workers of torch's loader do: connections to SQLite, thread-locals.
         """
         self.portal.launch_here(self._steps())
 
     def start_apart(self) -> Future[None]:
-        """Do so where nobody is held up by it: neither the caller's loop nor, on the portal's, other loaders."""
+        """Start them where that holds up nobody: neither the caller's loop nor, on the portal's, other loaders."""
         return self.portal.launch_apart(self._steps())
 
     def _steps(self) -> Generator[Callable[[], None], None, None]:

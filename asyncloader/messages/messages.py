@@ -7,7 +7,7 @@
                                                               :mod:`asyncloader.messages.tickets`
                        LOANS    loans                         answer to an ask
                        EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
-                       WHERE    ticket                           tell at which awaits the samples of this ticket are
+                       WHERE    ticket                        tell at which awaits the samples of this ticket are
                        END      nothing                       finish: clean up and leave
                        CONFIRM  number of the run             answer to ENDING
     worker -> parent   UP       True; nothing: no arena here  the generators are free; what follows is the user's code

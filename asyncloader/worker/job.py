@@ -25,7 +25,7 @@ class Job:
     """A ticket in work, from its first sample to its outcome.
 
     Attributes:
-        ticket: Number of the ticket.
+        ticket: Number of the ticket, for whole batches that of the batch: seeds are made of it.
         keys: As the sampler gave them.
         first: Number of its first sample in the epoch, where samples are known by that; otherwise None.
         count: How many samples there are.
