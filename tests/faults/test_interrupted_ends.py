@@ -139,7 +139,10 @@ def test_a_task_is_woken_wherever_an_interrupt_hits(options: dict[str, Any]) -> 
 def test_handlers_of_signals_are_there_again_wherever_an_interrupt_hits() -> None:
     """They wait while a process is launched. One that raises when they are set again keeps none of the others out."""
     numbers, came = (signal.SIGUSR1, signal.SIGUSR2), []
-    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
+    before: dict[int, Any] = {
+        number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers
+    }
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         moment = uninterrupted = 0
         while uninterrupted < 3:

@@ -129,11 +129,16 @@ class RealCtrlC(CtrlC):
 
     Args:
         moment: When to send it.
+
+    Raises:
+        RuntimeError: if the program ignores it, as one that a shell has started in the background.
     """
 
     def __init__(self, moment: int) -> None:
         super().__init__(moment, self._send, times=0)
         self._is_sent = False
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            raise RuntimeError("SIGINT would not raise KeyboardInterrupt: set signal.default_int_handler")
 
     def _send(self) -> None:
         if not self._is_sent:

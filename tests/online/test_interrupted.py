@@ -102,6 +102,14 @@ def stop_and_resume(feed: Feed[Any]) -> None:
 OPERATIONS = [lease, iterate, drop, retry, read, set_version, take_state, stop_and_resume, Feed.stats, Feed.handle]
 
 
+@pytest.fixture(autouse=True)
+def sigint_raises() -> Iterator[None]:
+    """Have SIGINT raise KeyboardInterrupt, also in a program that a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(params=[17, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every"])
 def one_in(request: pytest.FixtureRequest) -> int:
     """Of how many moments one is taken."""
