@@ -490,9 +490,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             StateMismatchError: if it was taken of something else; it says what differs.
         """
-        self._runs.load(state, self._loader_options())
+        options = self._loader_options()
         if state:
+            check(state, options)
             preload_sampler(self._index_sampler, unplain(state["samplers"]))
+        self._runs.load(state, options)
         self._iterator = None
         if found := state.get("num_workers"):
             self._note_num_workers(min(found, self._loader_options().most_waiting))

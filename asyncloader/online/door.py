@@ -9,7 +9,6 @@ A connection that ends gives the leases back that it was given.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import socket
 import weakref
@@ -75,15 +74,13 @@ class Door:
         feed: Is not kept alive.
 
     Attributes:
-        address: Of its socket, which has no file.
         secret: Whoever knows it may lease and put.
     """
 
     def __init__(self, feed: ServesHandles) -> None:
-        self.address = f"\0asyncloader-feed-{os.getpid()}-{secrets.token_hex(8)}"
         self.secret = secrets.token_bytes(32)
         self._listener = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        self._listener.bind(self.address)
+        self._listener.bind(feed.address)
         self._listener.listen(1024)
         self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()

@@ -21,13 +21,13 @@ from torch.utils.data import Sampler
 
 from asyncloader import identity
 from asyncloader.checks import Least, check_of
-from asyncloader.errors import ConfigurationError
+from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.online.door import Door
 from asyncloader.online.forks import generation
 from asyncloader.online.handle import FeedHandle
 from asyncloader.online.intake import Change
 from asyncloader.online.keys import FeedBatches, FeedSamples, Place, Sample, SampleKey, check_options, feeds
-from asyncloader.online.ledger import OUTCOMES, FeedOrder, OnStale, Rules
+from asyncloader.online.ledger import NOTHING, OUTCOMES, FeedOrder, OnStale, Rules
 from asyncloader.online.outlet import Outlet, nobody
 from asyncloader.online.stats import FeedStats
 from asyncloader.plain import unplain
@@ -144,6 +144,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         rules = _rules({name: value for name, value in locals().items() if name not in ("self", "__class__")})
         super().__init__(source, rules, group_size, lease_timeout, spill, num_replicas, step_timeout)
         self.fn, self.batch_size = fn, batch_size
+        self._life, self._pushed_before = secrets.token_hex(8), self._pushed  # since it was made, or a state was loaded
         self._door: Door | None = None
         self._state_of_step: tuple[Any, set[int], Any] = (None, set(), None)  # where, the ranks that have it, and it
         self._loaded: tuple[str, set[int]] = ("", set())  # id of a state, and the ranks that have loaded it
@@ -183,7 +184,7 @@ class Feed(Outlet, SuppliesKeys[T]):
                 raise self._closed_error()
             if self._door is None:
                 self._door = Door(self)
-            return FeedHandle(self._door.address, self._door.secret)
+            return FeedHandle(self.address, self._door.secret)
 
     def close(self, reason: str = "it was closed") -> None:
         """Take no more samples, and lease no more items; wake all who wait. What is there still goes to the trainer.
@@ -282,11 +283,15 @@ class Feed(Outlet, SuppliesKeys[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is. Leases that were given out before have ended.
 
+        Items whose samples were put after the state are leased again, unless these were spilled.
+
         Raises:
-            StateMismatchError: if the state is of something else.
+            StateMismatchError: if the state is of something else; or if samples wait that were put without leases and
+                are not in the state: they would be lost, unless they were spilled.
         """
         identity.check(state, identity.of(self))
         with Change(self):
+            self._check_keeps_all(state)
             units = self._call_out(pickle.loads, state["units"])
             if self._source is not None and state["source"] is not None:
                 self._source.load_state_dict(state["source"], self._call_source)
@@ -294,6 +299,20 @@ class Feed(Outlet, SuppliesKeys[T]):
             self._reader, self._runs_begun = nobody, self._runs_begun + 1
             self._first, self._given = self._ledger.formed, int
             self._recover_all(state["pushed"])
+            self._life, self._pushed_before = secrets.token_hex(8), self._pushed
+
+    def _check_keeps_all(self, state: dict[str, Any]) -> None:
+        is_own = state["life"] == self._life  # then it has what was put before
+        first = max(self._pushed_before, state["pushed"] if is_own else 0)
+        lost = sum(unit.item is NOTHING and unit.number >= first for unit in self._ledger.units.values())
+        if lost and self._spill is None:
+            raise StateMismatchError(
+                "the number of samples, or groups, that were put without leases",
+                state["pushed"],
+                self._pushed,
+                f"{lost} that wait are not in the state, and would be lost: load it before anything is put, or have "
+                "the feed spill them",
+            )
 
     def preload(self, state: dict[str, Any]) -> None:
         """Go on from a state of a loader. One that was closed and taken to its end gives an empty epoch first."""
@@ -361,6 +380,7 @@ class Feed(Outlet, SuppliesKeys[T]):
                 "id": secrets.token_hex(8),
                 **identity.of(self),
                 "is_over": self._ledger.is_ending and not units["ready"],
+                "life": self._life,
                 "pushed": self._pushed,
                 "segment": 0 if self._spill is None else self._spill.begin_segment(),
                 "source": None if self._source is None else self._call_out(self._source.state_dict),

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncloader import threads
-from asyncloader.online.errors import FeedClosedError
+from asyncloader.online.errors import FeedClosedError, closed
 from asyncloader.online.forks import keep_from_forks
 from asyncloader.online.keys import Sample
 from asyncloader.online.lease import Leased, LeaseRequest, Leases
@@ -54,6 +54,7 @@ class _Link:
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
+        self._address = address
         self.sock = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             self.sock.connect(address)
@@ -63,9 +64,8 @@ class _Link:
             self.version = version
         except (OSError, EOFError) as error:
             self.sock.close()
-            raise FeedClosedError(
-                "there is no feed behind this handle: it was closed, its process ended, or this is another machine"
-            ) from error
+            why = "there is no feed behind this handle: it was closed, its process ended, or this is another machine"
+            raise closed(address, why, error) from error
         self.futures: dict[int, _Answer] = {}
         self.is_over = False
         self.pid = os.getpid()
@@ -115,7 +115,7 @@ class _Link:
         while self.futures:
             _, future = self.futures.popitem()
             if future.set_running_or_notify_cancel():
-                future.set_exception(FeedClosedError("the feed was dropped, or its process ended"))
+                future.set_exception(closed(self._address, "the feed was dropped, or its process ended"))
 
     def close(self) -> None:
         """End the connection, which gives the leases of this process back. Not in a fork of the process."""
@@ -175,17 +175,20 @@ class FeedHandle:
     Give it to processes as an argument. Each connects when it first uses it. If a process ends, its leases are given
     back; if the feed or its process ends, whoever waits gets a `FeedClosedError`.
 
+    Attributes:
+        address: Of the feed.
+
     Raises:
         FeedClosedError: on use, if there is no feed behind it any more.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._address, self._secret = address, secret
+        self.address, self._secret = address, secret
         self._lock = threading.Lock()
         self._link: _Link | None = None
 
     def __reduce__(self) -> Any:
-        return FeedHandle, (self._address, self._secret)
+        return FeedHandle, (self.address, self._secret)
 
     def lease(self) -> LeaseRequest:
         """Wait for the next item of the source, in ``async with`` or ``with``: see :meth:`Feed.lease`."""
@@ -282,7 +285,7 @@ class FeedHandle:
 
     def connect(self) -> _Link:
         """Return a connection of one's own."""
-        return _Link(self._address, self._secret)
+        return _Link(self.address, self._secret)
 
     def _send(self, name: str, arguments: Any) -> _Answer:
         return self._connected().send(name, arguments)
@@ -323,6 +326,6 @@ class FeedHandle:
                 link.sock.close()  # this process's copy of it
                 link = None
             if link is None:
-                link = self._link = _Link(self._address, self._secret)
+                link = self._link = _Link(self.address, self._secret)
                 weakref.finalize(self, link.close)
             return link

@@ -8,6 +8,8 @@ after it, or in the user's code, and leaves nothing half done.
 from __future__ import annotations
 
 import math
+import os
+import secrets
 import threading
 import weakref
 from collections import deque
@@ -18,7 +20,7 @@ from time import monotonic
 from typing import Any, SupportsFloat
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.online.errors import FeedClosedError, FeedFullError
+from asyncloader.online.errors import FeedClosedError, FeedFullError, closed
 from asyncloader.online.forks import generation
 from asyncloader.online.lease import Leased, LeaseRequest, Leases
 from asyncloader.online.ledger import Ledger, Rules, Unit
@@ -41,6 +43,9 @@ class Intake:
         group_size: Samples of a unit; None for single ones.
         lease_timeout: How long a lease lasts, in seconds; None for ever.
         spill: Folder that what is put is written to; None for none.
+
+    Attributes:
+        address: Of the socket at which handles reach it, which has no file.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Intake:
         spill: str | PathLike[str] | None,
     ) -> None:
         self.group_size = group_size
+        self.address = f"\0asyncloader-feed-{os.getpid()}-{secrets.token_hex(8)}"
         self._process = generation()
         self._ledger = Ledger(rules)
         self._source = None if source is None else source_of(source, partial(_item_came, weakref.ref(self)))
@@ -230,7 +236,7 @@ class Intake:
         while unit is None and ledger.has_room and not (ledger.source_over or self._source.waits):
             unit = self._lease_next(self._source)
         if unit is None and ledger.is_settled:
-            raise FeedClosedError("the source has ended, and all its items are settled")
+            raise closed(self.address, "the source has ended, and all its items are settled")
         if unit is not None:
             assert unit.lease is not None
             if self._limit is not None:
@@ -444,12 +450,10 @@ class Intake:
         if self._ledger.closed:
             raise self._closed_error()
         if self._ledger.ended:
-            raise FeedClosedError("the feed takes no more: its source has ended, and the trainer was told so")
+            raise closed(self.address, "the feed takes no more: its source has ended, and the trainer was told so")
 
     def _closed_error(self) -> FeedClosedError:
-        error = FeedClosedError(f"the feed takes no more: {self._closed_by}")
-        error.__cause__ = self._error
-        return error
+        return closed(self.address, f"the feed takes no more: {self._closed_by}", self._error)
 
 
 def _item_came(feed: weakref.ref[Intake]) -> None:

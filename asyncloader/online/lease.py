@@ -28,7 +28,13 @@ class Leased(NamedTuple):
 
 
 class GivesLeases(Protocol):
-    """A feed, as leases know it."""
+    """A feed, as leases know it.
+
+    Attributes:
+        address: Tells it from other feeds.
+    """
+
+    address: str
 
     def wait_lease(self, take: Callable[[Leased], object]) -> None:
         """Wait for a lease, in a thread, and have it taken. If this raises, it may have been taken all the same."""
@@ -89,16 +95,16 @@ class _Held:
         """Give the item back, unless it was settled.
 
         Returns:
-            Whether the feed was closed meanwhile, and nothing else is wrong: then the loop over leases ends.
+            Whether this feed was closed meanwhile, and nothing else is wrong: then the loop over leases ends.
         """
         _give_back(self._feed, self._lease, error)
-        return isinstance(error, FeedClosedError) and error.__cause__ is None
+        return isinstance(error, FeedClosedError) and error.feed == self._feed.address and not error.is_failure
 
 
 def _give_back(feed: GivesLeases, lease: int, error: BaseException | None) -> None:
     """Give a lease back. A task that was cancelled or interrupted has not failed, nor has one whose feed was closed."""
-    failed = error is None or (isinstance(error, Exception) and not isinstance(error, FeedClosedError))
-    feed.give_back(lease, failed=failed)
+    was_closed = isinstance(error, FeedClosedError) and error.feed == feed.address
+    feed.give_back(lease, failed=error is None or (isinstance(error, Exception) and not was_closed))
 
 
 class Lease(_Held):
@@ -215,7 +221,7 @@ class Leases:
         try:
             return LeaseRequest(self._feed).__enter__()
         except FeedClosedError as error:
-            if error.__cause__ is not None:  # of the source
+            if error.is_failure:
                 raise
             raise StopIteration from None
 
@@ -226,6 +232,6 @@ class Leases:
         try:
             return await LeaseRequest(self._feed).__aenter__()
         except FeedClosedError as error:
-            if error.__cause__ is not None:
+            if error.is_failure:
                 raise
             raise StopAsyncIteration from None

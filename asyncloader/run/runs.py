@@ -17,7 +17,7 @@ from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import Checkpointer, check, division, initial_state, is_between_runs
+from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import left_after, samplers_within
 
@@ -142,9 +142,7 @@ class Runs:
         return max(0, length - done)
 
     def load(self, state: dict[str, Any], options: Options) -> None:
-        """Have the next run begin from a state; an empty one for the very first."""
-        if state:
-            check(state, options)
+        """Have the next run begin from a state that fits; an empty one for the very first."""
         self.loaded = copy.deepcopy(state) or None
         self.note_epochs(options)
         self.latest = self.resumed = None

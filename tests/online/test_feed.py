@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -554,15 +555,15 @@ async def test_the_version_is_that_of_the_call() -> None:
 async def test_a_state_takes_back_the_version_of_who_waits() -> None:
     """A sample is never newer than the weights."""
     feed = Feed(batch_size=1, max_samples=1, fn=with_version)
+    feed.put_nowait("first")
     state = feed.state_dict()
     feed.version = 3
-    feed.put_nowait("first")
     waiting = asyncio.create_task(feed.put("waiting"))
     await asyncio.sleep(0)
     feed.load_state_dict(state)
+    batches = aiter(DataLoader(feed, collate_fn=first_of))
+    assert [await anext(batches) for _ in range(2)] == [("first", 0), ("waiting", 0)]
     await waiting
-    feed.close()
-    assert list(DataLoader(feed, collate_fn=first_of)) == [("waiting", 0)]
 
 
 @pytest.mark.parametrize("priority", ["high", None, float("nan"), [1]])
@@ -596,8 +597,10 @@ def test_priorities_and_uses() -> None:
 def test_replay_in_random_order(stop: int) -> None:
     """Each sample is trained so often, in an order by seed, in the middle of which a state goes on."""
 
+    new = partial(Feed, batch_size=2, max_samples=10, order="random", max_uses=3)
+
     def make(seed: int) -> Feed[Any]:
-        feed = Feed(batch_size=2, max_samples=10, order="random", max_uses=3, seed=seed)
+        feed = new(seed=seed)
         for n in range(10):
             feed.put_nowait(n)
         feed.close()
@@ -610,8 +613,10 @@ def test_replay_in_random_order(stop: int) -> None:
     loader = DataLoader(make(0))
     for _ in zip(range(stop), loader, strict=False):
         pass
-    resumed = DataLoader(make(0))
+    feed = new(seed=0)
+    resumed = DataLoader(feed)
     resumed.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
+    feed.close()
     assert [batch.tolist() for batch in resumed] == batches[stop:]
 
 
@@ -758,6 +763,63 @@ def test_a_state_for_another_batch_size(size: int) -> None:
     again.close()
     batches = [batch.tolist() for batch in resumed]
     assert batches == [[*range(n, min(12, n + size))] for n in range(4, 12, size)]
+
+
+@pytest.mark.parametrize("waits", ["ready", "in a batch"])
+def test_a_state_that_would_lose_what_was_put(waits: str) -> None:
+    """It is refused, by the loader as well, and all goes on. A state that has it, or a folder, makes it good."""
+    early = Feed(batch_size=2).state_dict()
+    feed = Feed(batch_size=2)
+    loader = DataLoader(feed, num_workers=1, worker_backend="thread")
+    of_loader = loader.state_dict()
+    for n in range(2):
+        feed.put_nowait(n)
+    keys = iter(feed.make_batch_sampler())
+    if waits == "in a batch":
+        next(keys)
+    for load in (partial(feed.load_state_dict, early), partial(loader.load_state_dict, of_loader)):
+        with pytest.raises(StateMismatchError, match=r"0 when it was taken, and is 2 now\. 2 that wait are not in the"):
+            load()
+    feed.load_state_dict(feed.state_dict())
+    feed.put_nowait(2)
+    feed.put_nowait(3)
+    assert [next(batches).tolist() for batches in [iter(loader)] for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(StateMismatchError, match=r"0 when it was taken, and is 4 now\. 2 that wait are"):
+        feed.load_state_dict(early)  # the batch that the loader was given last is not trained yet
+
+
+def test_a_state_of_the_past(tmp_path: Path) -> None:
+    """What a state brought may go with an older one; what is spilled is kept, whatever the state."""
+    old = Feed(batch_size=1, max_samples=8)
+    states = [old.state_dict()]
+    old.put_nowait(0)
+    states.append(old.state_dict())
+    feed = Feed(batch_size=1, max_samples=8)
+    feed.load_state_dict(states[1])
+    feed.load_state_dict(states[0])
+    assert feed.stats().ready == 0
+    spilling = Feed(batch_size=1, max_samples=8, spill=tmp_path)
+    begun = spilling.state_dict()
+    spilling.put_nowait(1)
+    spilling.load_state_dict(begun)
+    spilling.close()
+    assert [batch.tolist() for batch in DataLoader(spilling)] == [[1]]
+
+
+@pytest.mark.parametrize("reach", [lambda feed: feed, Feed.handle], ids=["feed", "handle"])
+async def test_the_end_of_another_feed(reach: Any) -> None:
+    """A put into it that fails is an error of the block, which has made nothing for its own feed."""
+    ended, feed = Feed(batch_size=1), Feed(range(1), batch_size=1)
+    other = reach(ended)
+    assert other.version == 0  # it is connected
+    ended.close()
+    with pytest.raises(FeedClosedError, match="it was closed"):
+        async for item in reach(feed).leases():
+            async with item:
+                await other.put(item.value)
+    with feed.lease() as item:
+        assert (item.value, item.tries) == (0, 1)
+        item.put(item.value)
 
 
 def test_a_state_of_a_feed_with_another_source() -> None:

@@ -106,6 +106,22 @@ def test_a_producer_that_is_killed(context: str, start: Callable[..., Any]) -> N
         end.close()
 
 
+def test_a_source_that_raises() -> None:
+    """Producers with a handle are told as those of the feed's process are: their loops do not just end."""
+
+    def items() -> Iterator[int]:
+        yield 0
+        raise OSError("no more prompts")
+
+    feed = Feed(items(), batch_size=1, max_samples=4)
+    handle = pickle.loads(pickle.dumps(feed.handle()))
+    with pytest.raises(OSError, match="no more prompts"):
+        produce(handle)
+    with pytest.raises(FeedClosedError, match="its source has raised OSError"):
+        produce(handle)
+    handle.close()
+
+
 def serve_until_killed(pipe: Any) -> None:
     """Be the trainer's process."""
     feed = Feed(range(3), batch_size=1, max_samples=1)
@@ -514,9 +530,9 @@ def test_strangers_are_refused() -> None:
     feed = Feed(batch_size=1)
     handle = feed.handle()
     with pytest.raises(FeedClosedError):
-        FeedHandle(handle._address, bytes(32)).put_sync(1)
+        FeedHandle(handle.address, bytes(32)).put_sync(1)
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(handle._address)
+        stranger.connect(handle.address)
         stranger.sendall(bytes(200))
         assert len(stranger.recv(100)) == 32
         stranger.settimeout(20)
