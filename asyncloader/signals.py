@@ -19,6 +19,7 @@ from typing import Any
 # Those of the module `signal` make enumerations of all that they are given and return, which takes ten times as long.
 _get, _set = _signal.getsignal, _signal.signal
 _ALL = tuple(map(int, signal.valid_signals()))
+_known: tuple[list[Any], list[int]] = [], []  # handlers of all signals, and those of them that are to wait
 _waiting: list[HandlersWait] = []  # of the main thread, the innermost last
 
 
@@ -58,12 +59,9 @@ class HandlersWait:
             return
         try:
             _waiting.append(self)
-            for number in [each for each in _ALL if callable(_get(each))]:
-                handler = _get(number)
-                # The handler that asyncio and uvloop set does nothing; they hear of signals in another way.
-                if not getattr(handler, "__name__", "").endswith("sighandler_noop"):
-                    self._handlers.append((number, handler))
-                    _set(number, self._stand_in)
+            for number in _with_handlers():
+                self._handlers.append((number, _get(number)))
+                _set(number, self._stand_in)
         except BaseException:  # of the handler of another signal, for which nothing stands in yet
             self.end()
             raise
@@ -122,6 +120,21 @@ class HandlersWait:
         if results:
             self._error, raised = raised, None
         return next(calls, None) is None, results, raised
+
+
+def _with_handlers() -> list[int]:
+    """Return the signals whose handlers are to wait: those of Python. Mostly they are those of the last call."""
+    global _known
+    handlers, (before, found) = [*map(_get, _ALL)], _known
+    if handlers != before:
+        # The handler that asyncio and uvloop set does nothing; they hear of signals in another way.
+        found = [
+            number
+            for number, handler in zip(_ALL, handlers, strict=True)
+            if callable(handler) and not getattr(handler, "__name__", "").endswith("sighandler_noop")
+        ]
+        _known = handlers, found
+    return found
 
 
 @contextlib.contextmanager

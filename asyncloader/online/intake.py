@@ -464,14 +464,18 @@ def _item_came(feed: weakref.ref[Intake]) -> None:
             alive._source.waits = False
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or isinstance(value, SupportsFloat)  # which takes 10 us
+
+
 def _checked_cost(cost: Any) -> float:
-    if not isinstance(cost, SupportsFloat) or not 0 <= (checked := float(cost)) < math.inf:
+    if not _is_number(cost) or not 0 <= (checked := float(cost)) < math.inf:
         raise ValueError(f"cost should be a number of at least 0, but got {cost!r}")
     return checked
 
 
 def _checked_priority(priority: Any) -> float:
-    if not isinstance(priority, SupportsFloat) or math.isnan(checked := float(priority)):
+    if not _is_number(priority) or math.isnan(checked := float(priority)):
         raise ValueError(f"priority should be a number, but got {priority!r}")
     return checked
 

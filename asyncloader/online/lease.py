@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from asyncloader.online.errors import FeedClosedError
 
@@ -72,6 +73,7 @@ class _Held:
     def __init__(self, feed: GivesLeases, leased: Leased) -> None:
         self.id, self.value, self.version, self.tries, self._lease = leased
         self._feed = feed
+        self._is_settled = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of item {self.id}, version {self.version}>"
@@ -86,25 +88,25 @@ class _Held:
             LeaseLostError: if the lease has ended.
         """
         self._feed.drop_leased(self._lease, cost)
+        self._is_settled = True
 
     def retry(self) -> None:
         """Give the item back: another producer leases it, unless it has failed more than ``max_retries`` times."""
         self._feed.give_back(self._lease, failed=True)
 
-    def _leave(self, error: BaseException | None) -> bool:
+    def leave(self, error: BaseException | None) -> bool:
         """Give the item back, unless it was settled.
+
+        A task that was cancelled or interrupted has not failed, nor has one whose feed was closed.
 
         Returns:
             Whether this feed was closed meanwhile, and nothing else is wrong: then the loop over leases ends.
         """
-        _give_back(self._feed, self._lease, error)
-        return isinstance(error, FeedClosedError) and error.feed == self._feed.address and not error.is_failure
-
-
-def _give_back(feed: GivesLeases, lease: int, error: BaseException | None) -> None:
-    """Give a lease back. A task that was cancelled or interrupted has not failed, nor has one whose feed was closed."""
-    was_closed = isinstance(error, FeedClosedError) and error.feed == feed.address
-    feed.give_back(lease, failed=error is None or (isinstance(error, Exception) and not was_closed))
+        was_closed = isinstance(error, FeedClosedError) and error.feed == self._feed.address
+        if not self._is_settled:
+            failed = error is None or (isinstance(error, Exception) and not was_closed)
+            self._feed.give_back(self._lease, failed=failed)
+        return was_closed and not cast(FeedClosedError, error).is_failure
 
 
 class Lease(_Held):
@@ -116,7 +118,7 @@ class Lease(_Held):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        return self._leave(error)
+        return self.leave(error)
 
     def put(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
@@ -136,6 +138,7 @@ class Lease(_Held):
         """
         version = self.version if version is None else version
         self._feed.put_leased(self._lease, samples, version, cost, priority)
+        self._is_settled = True
 
 
 class AsyncLease(_Held):
@@ -147,6 +150,7 @@ class AsyncLease(_Held):
         """Put the sample of this item, or the list of its group: see :meth:`Lease.put`."""
         version = self.version if version is None else version
         await self._feed.aput_leased(self._lease, samples, version, cost, priority)
+        self._is_settled = True
 
     async def __aenter__(self) -> AsyncLease:
         return self
@@ -154,7 +158,7 @@ class AsyncLease(_Held):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        return self._leave(error)
+        return self.leave(error)
 
 
 class LeaseRequest:
@@ -166,25 +170,23 @@ class LeaseRequest:
 
     def __init__(self, feed: GivesLeases) -> None:
         self._feed = feed
-        self._leased: Leased | None = None
+        self._held: Any = None
 
-    def _take(self, leased: Leased) -> None:
-        self._leased = leased
+    def _take(self, kind: type[_Held], leased: Leased) -> None:
+        self._held = kind(self._feed, leased)
 
     def __enter__(self) -> Lease:
         try:
-            self._feed.wait_lease(self._take)
-            assert self._leased is not None
-            return Lease(self._feed, self._leased)
+            self._feed.wait_lease(partial(self._take, Lease))
+            return cast(Lease, self._held)
         except BaseException as error:
             self._leave(error)
             raise
 
     async def __aenter__(self) -> AsyncLease:
         try:
-            await self._feed.await_lease(self._take)
-            assert self._leased is not None
-            return AsyncLease(self._feed, self._leased)
+            await self._feed.await_lease(partial(self._take, AsyncLease))
+            return cast(AsyncLease, self._held)
         except BaseException as error:
             self._leave(error)
             raise
@@ -200,8 +202,8 @@ class LeaseRequest:
         self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._leased is not None:
-            _give_back(self._feed, self._leased.lease, error)
+        if self._held is not None:
+            self._held.leave(error)
 
 
 class Leases:

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
@@ -84,7 +84,7 @@ class Unit:
         id: Ascending in the order in which units were leased or put.
         item: What the source gave; `NOTHING` for a unit that was put without a lease.
         number: Of the item in the source, or among those that were put without a lease.
-        samples: What was put; empty before.
+        samples: What was put; empty before, and afterwards.
         version: Of the weights that made it, or of its lease.
         cost: Of all its samples.
         priority: Units with more come first, where the order is by priority.
@@ -96,7 +96,7 @@ class Unit:
     id: int
     item: Any = NOTHING
     number: int = 0
-    samples: list[Any] = field(default_factory=list)
+    samples: Sequence[Any] = ()
     version: int = 0
     cost: float = 0.0
     priority: float = 0.0
@@ -266,7 +266,7 @@ class Ledger:
     def _settle(self, unit: Unit, outcome: str, cost: float | None) -> None:
         del self.units[unit.id]
         self._count(outcome, cost)
-        unit.samples = []
+        unit.samples = ()
 
     def _count(self, outcome: str, cost: float | None) -> None:
         self.counts[outcome] += 1
@@ -376,7 +376,7 @@ class Ledger:
             self._settle(unit, "trained", unit.cost)
         elif self.rules.on_stale == "recycle" and unit.item is not NOTHING:
             self._count("recycled", unit.cost)
-            unit.samples = []
+            unit.samples = ()
             self.pending.append(unit)
         else:
             self._settle(unit, "stale", unit.cost)

@@ -183,3 +183,27 @@ def test_a_handler_that_raises_keeps_no_other_signal_out() -> None:
     finally:
         for number, handler in before:
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGRTMIN, signal.SIGRTMAX])
+def test_handlers_that_were_set_since_the_last_time(number: int) -> None:
+    """Which signals have handlers is looked at each time; one without stays without."""
+    came: list[str] = []
+    before = signal.getsignal(number)
+
+    def raised(where: str, expected: list[str]) -> None:
+        came.clear()
+        with HandlersWait():
+            signal.raise_signal(number)
+            assert came == [], where
+        assert came == expected, where
+
+    try:
+        for name in ("one", "another"):
+            signal.signal(number, lambda number, frame, name=name: came.append(name))  # type: ignore[misc]
+            raised(name, [name])
+        signal.signal(number, signal.SIG_IGN)
+        raised("ignored", [])
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
