@@ -78,9 +78,21 @@ def first(waiters: Waiters, count: int) -> list[Callable[[], object]]:
 
 
 def wake_all(wakes: Sequence[Callable[[], object]]) -> bool:
-    """Wake all of these.
+    """Wake all of these, also those behind one whose wake-up raises.
 
     Returns:
         Whether one is gone: then whoever waits behind it is to be woken in its place.
+
+    Raises:
+        Exception: the first that a wake-up has raised.
     """
-    return GONE in [wake() for wake in wakes]
+    found: list[object] = []
+    errors: list[Exception] = []
+    for wake in wakes:
+        try:
+            found.append(wake())
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return GONE in found

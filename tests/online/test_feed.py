@@ -528,6 +528,22 @@ def test_an_end_that_was_promised(event: str) -> None:
         in_time(partial(next, keys))
 
 
+def test_a_wake_up_that_raises() -> None:
+    """All others are woken as well; whoever has caused it sees the error."""
+
+    def fail() -> None:
+        raise OSError("its loop is broken")
+
+    feed, told = Feed(batch_size=1), threading.Event()
+    keys = iter(feed.make_batch_sampler())
+    assert not keys.arrived(1, fail)
+    assert not keys.arrived(1, told.set)
+    with pytest.raises(OSError, match="its loop is broken"):
+        feed.put_nowait(0)
+    assert told.is_set()
+    assert len(next(keys)) == 1
+
+
 async def test_the_version_is_that_of_the_call() -> None:
     """A sample that waits for room was made with the weights of before; also one whose task has not begun yet."""
     feed = Feed(batch_size=1, max_samples=1, fn=with_version)
