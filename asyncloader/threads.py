@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -28,6 +28,17 @@ _IDLE_S = 0.3  # who has not run for so long is waiting for something
 
 is_ending = False
 """Threads raise what nobody need hear of."""
+
+
+class EndsWithProgram(Protocol):
+    """Something that threads of the user's, and other processes, may wait for. The interpreter waits for these."""
+
+    def end_with_program(self) -> None:
+        """Have nobody wait any more. Does not block."""
+
+
+awaited: weakref.WeakSet[EndsWithProgram] = weakref.WeakSet()
+"""`end_all` ends these."""
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object] | None] = weakref.WeakKeyDictionary()
 
@@ -50,11 +61,13 @@ def start(target: Callable[[], object], name: str, end: Callable[[], object] | N
 
 
 def end_all(grace_s: float) -> None:
-    """Ask the threads to end, and wait for them, then make them; give up those that wait for something.
+    """End what others wait for. Ask the threads to end, and wait for them; give up those that wait for something.
 
     Args:
         grace_s: How long they have to end by themselves. Seconds.
     """
+    for each in copied(awaited):
+        each.end_with_program()
     for end in filter(None, copied(_threads.values())):
         end()
     left = _join(copied(_threads), grace_s)
@@ -104,3 +117,4 @@ def _is_running(thread: threading.Thread) -> bool:
 
 
 os.register_at_fork(after_in_child=_threads.clear)
+os.register_at_fork(after_in_child=awaited.clear)

@@ -149,7 +149,6 @@ class _Connection:
         self._leases: dict[int, int] = {}  # that the handle was given, and the numbers of the requests
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, asyncio.Task[None]] = {}  # those whose requests can be withdrawn, by number
-        self._is_over = False
         self._sending = asyncio.Lock()
 
     async def serve(self, secret: bytes) -> None:
@@ -169,7 +168,6 @@ class _Connection:
         except (EOFError, OSError):
             pass
         finally:
-            self._is_over = True
             for each in tuple(self._tasks):
                 each.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -213,7 +211,7 @@ class _Connection:
         try:
             value = await getattr(self, f"_{name}")(feed, *arguments)
         except asyncio.CancelledError:
-            if self._is_over:
+            if number in self._waiting:  # not withdrawn: the connection or the program ends
                 raise
             error = Withdrawn()
         except Exception as raised:

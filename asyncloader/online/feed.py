@@ -13,13 +13,14 @@ import itertools
 import pickle
 import secrets
 from collections.abc import AsyncIterable, Callable, Iterable
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import Annotated, Any, Self, TypeVar
 
 from torch.utils.data import Sampler
 
-from asyncloader import identity
+from asyncloader import identity, threads
 from asyncloader.checks import Least, check_of
 from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.online.door import Door
@@ -150,6 +151,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         self._loaded: tuple[str, set[int]] = ("", set())  # id of a state, and the ranks that have loaded it
         self._key = next(_numbers)
         feeds[self._key] = self
+        threads.awaited.add(self)
 
     # ------------------------------------------------------------------------------------------------------ trainer
 
@@ -194,19 +196,26 @@ class Feed(Outlet, SuppliesKeys[T]):
         Args:
             reason: For the errors of those who come later.
         """
-        if self._process != generation():
-            return
-        with Change(self):
-            self._closed_by = self._closed_by or reason
-            self._ledger.closed = True
-            if self._source is not None:
-                self._source.close()
-            if self._spill is not None:
-                self._spill.close()
-            if self._door is not None and self._ranks is None:  # ranks come for what is there
-                self._door.close()
-            if self._limit is not None:
-                self._limit.end()
+        if self._process == generation():
+            with Change(self):
+                self._close(reason)
+
+    def _close(self, reason: str) -> None:
+        self._closed_by = self._closed_by or reason
+        self._ledger.closed = True
+        if self._source is not None:
+            self._source.close()
+        if self._spill is not None:
+            self._spill.close()
+        if self._door is not None and self._ranks is None:  # ranks come for what is there
+            self._door.close()
+        if self._limit is not None:
+            self._limit.end()
+
+    def end_with_program(self) -> None:
+        """Close the feed if its loader has begun, and has ended with all who train: producers would wait for ever."""
+        if self._runs_begun and self._ranks is None:
+            self._soon(partial(self._close, "the program that trains comes to its end"))
 
     def __enter__(self) -> Self:
         return self

@@ -102,6 +102,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         aside = partial(alone, start.checkpointer.key) if options.seeds_each_sample else None
         self._run = InlineRun(start.plan, taking, self._make_maker(start), pin, aside)
         self._run.stop_with(self)
+        if getattr(start.plan, "arrives", False):  # whoever brings keys may wait for those who take batches
+            exits.note_user()
         self._dataset_fetcher = None  # torch's
         self._pid = os.getpid()
 

@@ -1,0 +1,65 @@
+"""Producers of a program that has ended: it does not wait for them, and they are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+PROGRAM = dedent("""
+    import multiprocessing
+    import sys
+    import threading
+
+    from asyncloader import DataLoader
+    from asyncloader.online import Feed
+
+
+    def put(feed):
+        while True:
+            feed.put_sync(0)
+
+
+    def lease(feed):
+        for item in feed.leases():
+            with item:
+                item.put(item.value)
+
+
+    def train(feed):
+        for number, _ in enumerate(DataLoader(feed, num_workers=int(num_workers))):
+            if number == 3:
+                raise SystemExit(7)
+
+
+    made_by, producer, trainer, num_workers = sys.argv[1:]
+    feed = Feed(iter(range(10**9)) if made_by == "lease" else None, batch_size=2, max_samples=2)
+    if producer == "thread":
+        threading.Thread(target=globals()[made_by], args=(feed,)).start()
+    else:
+        context = multiprocessing.get_context("fork")
+        context.Process(target=globals()[made_by], args=(feed.handle(),)).start()
+    if trainer == "main":
+        train(feed)
+    threading.Thread(target=train, args=(feed,)).start()
+    sys.exit(7)
+""")
+
+
+@pytest.mark.parametrize(("trainer", "num_workers"), [("main", 1), ("thread", 0)])
+@pytest.mark.parametrize("producer", ["thread", "process"])
+@pytest.mark.parametrize("made_by", ["put", "lease"])
+def test_a_trainer_that_ends(made_by: str, producer: str, trainer: str, num_workers: int) -> None:
+    """Those who wait for room in the feed are told why; what leases items comes to its end."""
+    arguments = [made_by, producer, trainer, str(num_workers)]
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 7
+    if made_by == "lease":
+        assert ended.stderr == ""
+    else:
+        last = ended.stderr.splitlines()[-1]
+        assert last.startswith("asyncloader.online.errors.FeedClosedError: the feed "), ended.stderr
