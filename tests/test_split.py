@@ -556,7 +556,10 @@ def test_slices_that_differ_are_made_again_whole(only_once: bool, monkeypatch: p
     """As torch collates all samples at once; and where that happens often nothing is divided any more."""
     slices = divided(monkeypatch)
     loader = DataLoader(Unlike(only_once=only_once), 8, num_workers=2, **OPTIONS)
-    assert same(list(loader), epoch(Unlike(only_once=only_once), scheduling="static"))
+    iterator = iter(loader)
+    scheduler = inside.session(iterator).run.scheduler
+    wait_until(lambda: scheduler.roster.num_takers == 2)  # one worker alone gets batches whole
+    assert same(list(iterator), epoch(Unlike(only_once=only_once), scheduling="static"))
     assert loader.stats().samples == 96
     assert (slices[-1] > 1) is only_once
 
