@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property
@@ -25,6 +26,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from asyncloader.device.moving import copied_to, tensors_in
 from asyncloader.errors import ConfigurationError
+from asyncloader.threads import copied
 
 
 class Mark(Protocol):
@@ -52,6 +54,26 @@ class _Passed:
 PASSED = _Passed()
 
 
+class _Underway:
+    """Copies of a batch that may not be done.
+
+    Args:
+        batch: Is copied.
+
+    Attributes:
+        memory: What they read; also tensors that an object of the batch lets go of, which moves itself in place.
+        mark: Behind the last of them. None while there may be more, or if an interrupt has come before the mark.
+        thread: Has asked for them.
+    """
+
+    __slots__ = ("mark", "memory", "thread")
+
+    def __init__(self, batch: Any) -> None:
+        self.memory = (batch, *tensors_in(batch))
+        self.mark: Mark | None = None
+        self.thread = threading.get_ident()
+
+
 class Device:
     """A device without streams, as MPS: a copy is there when the call returns.
 
@@ -66,7 +88,7 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._underway: deque[tuple[Mark, Any]] = deque()
+        self._underway: deque[_Underway] = deque()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.device}>"
@@ -122,16 +144,21 @@ class Device:
         self.sweep()
         since = self.mark()
         with self.copying():
+            self._mark_interrupted()
             if joins:
                 self.wait(since)
+            underway = _Underway(batch)
+            if self.overlaps:
+                self._underway.append(underway)
             try:
                 moved = self.move(batch, since)
                 if change is not None:
                     moved = change(moved)
             finally:  # some copies may have begun
-                mark = self.mark()
-                self.keep(mark, batch)
-        return moved, mark
+                underway.mark = self.mark()
+                if self.overlaps and underway not in self._underway:  # `change` has sent a batch itself
+                    self._underway.append(underway)
+        return moved, underway.mark
 
     def move(self, batch: Any, since: Mark) -> Any:
         """Begin to copy what is in a batch; what is on a device already was made before a mark."""
@@ -150,22 +177,26 @@ class Device:
             for data in tensors_in(batch, self.device.type):
                 self.note_use(data)
 
-    def keep(self, mark: Mark, source: Any) -> None:
-        """Keep the memory that a copy reads, until that has passed; also if its iterator is dropped meanwhile."""
-        if not mark.query():
-            self._underway.append((mark, source))
+    def _mark_interrupted(self) -> None:
+        """Set the marks that an interrupt kept this thread from setting; on the stream of the copies."""
+        for each in copied(self._underway):
+            if each.mark is None and each.thread == threading.get_ident():
+                each.mark = self.mark()
 
     def sweep(self) -> None:
-        """Let go of what copies have read that have passed."""
-        underway = self._underway
-        with contextlib.suppress(IndexError):  # another thread was here
-            while underway and underway[0][0].query():
-                underway.popleft()
+        """Let go of what copies have read that have passed. In any thread, beside others."""
+        for each in copied(self._underway):
+            if each.mark is not None and each.mark.query():
+                with contextlib.suppress(ValueError):  # another thread was here
+                    self._underway.remove(each)
 
     def finish(self) -> None:
-        """Block until all copies have passed, and let go of what they have read."""
-        for mark, _ in tuple(self._underway):
-            mark.synchronize()
+        """Block until the copies have passed that are marked, and let go of what they have read."""
+        with self.copying():
+            self._mark_interrupted()
+        for each in copied(self._underway):
+            if each.mark is not None:
+                each.mark.synchronize()
         self.sweep()
 
 
