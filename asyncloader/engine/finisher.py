@@ -2,7 +2,8 @@
 
     loop thread ── finish(make, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
 
-The slab that the batch came in is free again when the copy is made.
+The slab that the batch came in is free again when the copy is made; or, where slabs are locked for the device, when
+that has copied them by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from asyncloader import threads
 from asyncloader.device.device import Device
+from asyncloader.device.moving import tensors_in
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -30,13 +32,17 @@ class Finisher:
     Args:
         loop: On which the outcome is told.
         device: The accelerator that batches are pinned for; None for no pinning.
+        lock: Locks pages that the device may copy from, of those with these addresses; they are not copied before.
 
     Attributes:
         pins: Batches are pinned.
     """
 
-    def __init__(self, loop: GuardedLoop, device: Device | None) -> None:
+    def __init__(
+        self, loop: GuardedLoop, device: Device | None, lock: Callable[[list[int]], object] | None = None
+    ) -> None:
         self._loop = loop
+        self._lock = lock
         self.pins = device is not None
         self._device = device
         self._queue: queue.SimpleQueue[tuple[Callable[[], Outcome], Tell] | None] = queue.SimpleQueue()
@@ -86,11 +92,17 @@ class Finisher:
                 make = None
                 began = perf_counter()
                 if self._device is not None:
+                    if self._lock is not None:
+                        self._lock(_addresses(batch.data))
                     batch = batch._replace(data=_pinned(batch.data, self._device))
             except BaseException as raised:
                 batch, error = None, raised
             self._loop.call_soon_threadsafe(tell, batch, error, perf_counter() - began)
             del make, tell, batch, error
+
+
+def _addresses(data: Any) -> list[int]:
+    return [each.data_ptr() for each in tensors_in(data, "cpu") if isinstance(each, torch.Tensor)]
 
 
 def _pinned(data: Any, device: Device) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from asyncloader.backends.backend import END_GRACE_S
 from asyncloader.backends.processes.pool import WorkerHandle
 from asyncloader.backends.processes.process import WorkerProcess
+from asyncloader.checks import as_bytes
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
@@ -41,12 +42,14 @@ from asyncloader.run.foresight import make_foresight
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.sample_context import EpochKey
+from asyncloader.transport.slab import slab_pool
 from asyncloader.weak import while_alive
 from asyncloader.worker.bootstrap import refuse_in_main
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 T_co = TypeVar("T_co", covariant=True)
 
+_LOCKED_MEMORY = "ASYNCLOADER_LOCKED_MEMORY"  # off unless it is set: no GPU has shown yet what it gains
 _ANSWER_S = 10.0  # the loop answers within a second; where a machine is overloaded, starting a worker takes some
 
 
@@ -208,7 +211,16 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
         is_needed = self._pinner is not None or self._options.splits
-        return Finisher(loop, self._pinner) if is_needed else None
+        return Finisher(loop, self._pinner, self._find_lock()) if is_needed else None
+
+    def _find_lock(self) -> Callable[[list[int]], object] | None:
+        """Return what locks slabs for the device that batches are sent to: they are used again when it has copied."""
+        device, most = self._pinner, as_bytes(_LOCKED_MEMORY, os.environ.get(_LOCKED_MEMORY, "0"))
+        if self._options.device is None or device is None or not device.locks_pages or not most:
+            return None
+        slabs = slab_pool()
+        slabs.lock_for(device, most)
+        return slabs.lock
 
     def note_number(self, num_workers: int, in_all: int) -> None:
         """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
