@@ -3,7 +3,7 @@
     loader.set_epoch(n) ──> samplers, batch samplers, dataset: at once
                        └──> each worker's copy of the dataset, before the first sample of the next run
 
-A copy that was made after the call has heard of the epoch. A copy in a persistent worker has not: it is told when a run
+A copy that was made after the call knows the epoch. A copy in a persistent worker does not: it is told when a run
 begins, if `set_epoch` was called since. Otherwise it is left alone, because it may count epochs by itself.
 """
 
@@ -75,7 +75,7 @@ def tell(dataset: Any, epochs: Sequence[Told], known: Sequence[Told]) -> None:
     Args:
         dataset: The copy.
         epochs: The epochs of the original now.
-        known: The epochs that the copy has heard of: when it was made, or told last.
+        known: The epochs that the copy knows: from when it was made, or told last.
     """
     for listener, epoch, before in zip_longest(listeners(dataset), epochs, known[: len(epochs)]):
         if epoch is not None and epoch.number is not None and epoch != before:

@@ -355,10 +355,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if isinstance(epoch, bool) or (number := as_number(epoch)) is None:
             raise ConfigurationError(f"set_epoch takes the number of an epoch, an integer, but got {epoch!r}")
-        with self._runs.telling():
+        with self._runs.set_epochs.telling():
             for thing in (*filter(hears, samplers_within(self._index_sampler)), *listeners(self.dataset)):
                 thing.set_epoch(number)
-            self._runs.tell(number)
+            self._runs.set_epochs.note(number)
 
     def batch_keys(self, epoch: int, number: int) -> Any:
         """Return which samples a batch has: the keys that the sampler gives for it.

@@ -151,14 +151,16 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             "base_seed": int(self._base_seed),
             "modes": self._modes(),
             "thread": None if options.is_inline else IteratingThread.of_this_thread(),
-            "epochs": self._runs.heard(self._dataset) if options.has_workers else (),
+            "epochs": self._runs.set_epochs.of_dataset(self._dataset) if options.has_workers else (),
         }
         shared = {each.name: getattr(options, each.name) for each in fields(WorkerSpec) if each.name not in own}
         return WorkerSpec(**shared, **own)
 
     def _epochs(self) -> tuple[Told, ...]:
         """Return what the dataset was told by `set_epoch`, if workers have copies of it."""
-        return (self._runs.told_then or self._runs.heard(self._dataset)) if self._options.has_workers else ()
+        if not self._options.has_workers:
+            return ()
+        return self._runs.set_epochs.of_past_run or self._runs.set_epochs.of_dataset(self._dataset)
 
     def _modes(self) -> Modes | None:
         """Look at torch's modes of the caller, where torch's workers would be forked with them."""
@@ -199,7 +201,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         if loader is None:
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
         check(state, self._options)
-        self._runs.note_epochs(self._options)
+        self._runs.set_epochs.note_load(self._options)
         self._restart(loader, copy.deepcopy(state))
 
     def _restart(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ class Foresight:
 
     Attributes:
         told_in_vain: A run was begun ahead and dropped that has told copies of the dataset of an epoch. Copies have to
-            hear the epoch of the run that begins, even if it is that one: batches were made since.
+            be told the epoch of the run that begins, even if it is that one: batches were made since.
     """
 
     def __init__(self, options: Options) -> None:
@@ -92,7 +92,7 @@ class Foresight:
         self,
         options: Options,
         told: Sequence[Told],
-        heard: Sequence[Told],
+        told_before: Sequence[Told],
         begin: Callable[..., Run],
     ) -> None:
         """Begin the next run, once, with the keys of its first batches.
@@ -103,9 +103,9 @@ class Foresight:
         Args:
             options: The options of the next run, if nobody changes them.
             told: The epochs that the dataset was told.
-            heard: The epochs that its copies were told in the run that is over.
+            told_before: The epochs that its copies were told in the run that is over.
             begin: Begins a run, of which it is given the keys of the first batches, the progress in which they are
-                counted as read, what the dataset will have heard, and whether there are no other batches.
+                counted as read, what the dataset will have been told, and whether there are no other batches.
         """
         try:
             self._is_due.pop()
@@ -116,7 +116,7 @@ class Foresight:
         if (expected := self._guess.next(self._over)) is None:
             return
         next_epochs, next_told = [each.number for each in expected[: len(samplers)]], tuple(expected[len(samplers) :])
-        if not (self._tells or next_told == heard):
+        if not (self._tells or next_told == told_before):
             return
         progress = Progress(knows_places=options.knows_places)
         try:
@@ -126,7 +126,7 @@ class Foresight:
             log.debug("The next epoch could not be drawn ahead of its time.", exc_info=True)
             return
         if keys:
-            self._foreseen = foreseen = _Foreseen(options, next_told != heard, text, len(keys), is_whole)
+            self._foreseen = foreseen = _Foreseen(options, next_told != told_before, text, len(keys), is_whole)
             foreseen.run = begin(keys, progress, next_told, is_whole=is_whole)
 
     def compare(self, options: Options, epoch: EpochSpec, plan: Iterator[Any]) -> tuple[Run | None, Iterator[Any]]:

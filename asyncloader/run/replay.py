@@ -202,8 +202,10 @@ def _begun(twin: Any, options: Options, state: dict[str, Any]) -> RunStart:
             draw_seed()
         return Drawn(keys, seed[0], None)
 
-    unheard = {**state, "dataset_epochs": []}
-    return begin(options, unheard, copy.copy(twin._runs), iterate, prepare=None if options.is_inline else draw_seed)
+    told_nothing = {**state, "dataset_epochs": []}
+    return begin(
+        options, told_nothing, copy.copy(twin._runs), iterate, prepare=None if options.is_inline else draw_seed
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ one batch
@@ -319,7 +321,7 @@ os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 def _refuse_untold(loader: Any, found: Found) -> None:
     """See that the dataset was not told its first epoch after the run of a batch: that cannot be taken back."""
-    now = loader._runs.heard(loader.dataset)
+    now = loader._runs.set_epochs.of_dataset(loader.dataset)
     if since := [told.number for told, then in zip(now, found.told, strict=False) if then is None is not told.number]:
         raise ConfigurationError(
             f"the dataset has been told epoch {since[0]} (set_epoch) since, and nothing before that run: it cannot be "
@@ -341,7 +343,7 @@ def _told(loader: Any, epochs: Sequence[int | None], *, may_change: bool) -> Ite
     """
     dataset, runs = loader.dataset, loader._runs
     with _telling if may_change else contextlib.nullcontext():
-        told = zip(listeners(dataset), runs.heard(dataset), epochs, strict=False)
+        told = zip(listeners(dataset), runs.set_epochs.of_dataset(dataset), epochs, strict=False)
         changes = [(one, now.number, then) for one, now, then in told if then not in (None, now.number)]
         newest = loader._newest()
         if changes and (not may_change or not (newest is None or newest._run.closed or runs.done == 0)):
@@ -350,7 +352,7 @@ def _told(loader: Any, epochs: Sequence[int | None], *, may_change: bool) -> Ite
                 f"cannot be told epoch {changes[0][2]} now: close() the run that goes on and use batch(), or use "
                 "worker processes"
             )
-        with runs.telling():
+        with runs.set_epochs.telling():
             try:
                 for one, _, then in changes:
                     one.set_epoch(then)
@@ -385,8 +387,8 @@ def making(loader: Any, epoch: int, number: int, *, in_async_for: bool = False) 
             if not in_async_for:
                 own = generators_of(options.dataset, options.collate_fn).values()
                 steps.enter_context(left_alone((*GLOBAL, *own)))
-        else:  # its own copy of the dataset hears of the epoch
-            twin._runs.told_then = tuple(map(Told, found.told))
+        else:
+            twin._runs.set_epochs.of_past_run = tuple(map(Told, found.told))
         iterator: Any
         if options.is_inline:
             iterator = InlineIterator(twin, options, twin._runs, state)

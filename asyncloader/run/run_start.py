@@ -103,8 +103,8 @@ def begin(
         key,
         drawn.shared_seed,
         is_seed_first,
-        sampler_epochs=runs.heard_by_samplers(options.index_sampler),
-        dataset_epochs=[each.number for each in runs.heard(options.dataset)],
+        sampler_epochs=runs.set_epochs.of_samplers(options.index_sampler),
+        dataset_epochs=[each.number for each in runs.set_epochs.of_dataset(options.dataset)],
         exclusions=runs.exclusions,
         has_past=last is not None,
         num_workers=int(options.num_workers) if options.is_auto else None,
@@ -154,10 +154,10 @@ def _draw(
     samplers = _load_samplers(options.index_sampler, state, states, runs.latest)
     loaded = begun if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     if state is not None:
-        with runs.telling():
+        with runs.set_epochs.telling():
             restore(listeners(options.dataset), state["dataset_epochs"])
-            runs.restored(state, options)
-    news = runs.told_since(state, options)
+            runs.begin_from(state, options)
+    news = runs.set_epochs.since_load(state, options)
     is_dataset_loaded = options.is_inline and _load_dataset(options, state, news)
     starts = _starts(options, None if is_dataset_loaded else state, news)
     with Drawing():
@@ -247,14 +247,15 @@ def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: i
     """
     if states is None:
         return
-    chosen = runs.heard_by_samplers(index_sampler)
+    chosen = runs.set_epochs.of_samplers(index_sampler)
     load_samplers(index_sampler, states, ())
     with Drawing():
         keys = iter(index_sampler)
     plan = Plan(index_sampler, keys, Progress(), Pace())
     plan.resume(states, drawn)
     next(plan, None)
-    for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, runs.epochs_when_loaded, strict=False):
+    when_loaded = runs.set_epochs.when_loaded
+    for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, when_loaded, strict=False):
         if epoch is not None and epoch != loaded:
             sampler.set_epoch(epoch)
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, count, repeat
+from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from asyncloader.engine.slices import Slicer
-from asyncloader.epochs import Told, numbers, told
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs
 from asyncloader.run.exclusions import Exclusions
-from asyncloader.run.plan import left_after, samplers_within
+from asyncloader.run.plan import left_after
+from asyncloader.run.set_epochs import SetEpochs
 
 _HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
 """What of a state says how much of its epoch is left."""
@@ -43,15 +42,11 @@ class Runs:
         meter: Counts what happens in the newest one.
         loaded: A state that the next one begins from.
         exclusions: Samples that are left out, beside those of a loaded state.
-        told: The last epoch that `set_epoch` of the loader has told, and how often it was called.
-        told_then: The epochs of a past run, one batch of which is made again by workers that are told these.
-        is_telling: `set_epoch` runs at this moment: a copy that is made now may or may not have heard of the epoch.
-        epochs_when_loaded: The epochs of samplers at the moment when a state was loaded.
+        set_epochs: What samplers and the dataset were told by `set_epoch`.
         slicer: Knows what samples cost, where batches are made in slices.
         traffic: Counts what comes from other machines.
         num_on_nodes: Workers that there are to be on other machines, where their number looks after itself.
         resumed: How far the state was that the newest one has begun from, or None.
-        told_when_loaded: The epochs of the dataset at that moment.
     """
 
     def __init__(self, *, is_in_step: bool = False) -> None:
@@ -63,12 +58,7 @@ class Runs:
         self.exclusions = Exclusions()
         self.resumed: dict[str, Any] | None = None
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
-        self.told = Told()
-        self.told_then: tuple[Told, ...] = ()
-        self.is_telling = False
-        self._restored: tuple[list[int | None], list[int | None]] = [], []  # what a state has told since then
-        self.epochs_when_loaded: list[int | None] = []
-        self.told_when_loaded: tuple[Told, ...] = ()
+        self.set_epochs = SetEpochs()
         self.slicer = Slicer()
         self.traffic = Traffic()
         self.num_on_nodes = 0
@@ -78,7 +68,7 @@ class Runs:
     def __getstate__(self) -> dict[str, Any]:
         forgotten = dict.fromkeys(("latest", "_left", "meter", "_trace", "_number"))
         anew = {"past": deque(maxlen=_REMEMBERED), "slicer": Slicer(), "traffic": Traffic()}
-        return {**vars(self), **forgotten, **anew}
+        return {**vars(self), **forgotten, **anew, "set_epochs": copy.copy(self.set_epochs)}
 
     def state_dict(self, options: Callable[[], Options]) -> dict[str, Any]:
         """Return a state to go on from: in the middle of the newest run, or before the next one.
@@ -144,7 +134,7 @@ class Runs:
     def load(self, state: dict[str, Any], options: Options) -> None:
         """Have the next run begin from a state that fits; an empty one for the very first."""
         self.loaded = copy.deepcopy(state) or None
-        self.note_epochs(options)
+        self.set_epochs.note_load(options)
         self.latest = self.resumed = None
         self.past.clear()
         self.begun = 0
@@ -169,56 +159,10 @@ class Runs:
         found.add_those_of(self.exclusions, *here)
         return found
 
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell samplers and the dataset of an epoch, in what is inside."""
-        self.is_telling = True
-        try:
-            yield
-        finally:
-            self.is_telling = False
-
-    def tell(self, epoch: int) -> None:
-        """Note that `set_epoch` of the loader has told samplers and the dataset of an epoch."""
-        self.told = Told(epoch, self.told.calls + 1)
-        self._restored = [], []
-
-    def tell_anew(self) -> None:
-        """Have copies of the dataset in workers hear the last epoch once more."""
-        self.told = self.told._replace(calls=self.told.calls + 1)
-
-    def heard(self, dataset: Any) -> tuple[Told, ...]:
-        """Return what each of a dataset's listeners was told at last: by the user, a state, or the loader."""
-        return told(dataset, self.told, self._restored[1])
-
-    def heard_by_a_copy(self, dataset: Any) -> tuple[Told, ...]:
-        """Return the same of a copy that is made now; nothing while the dataset is being told."""
-        return () if self.is_telling else self.heard(dataset)
-
-    def heard_by_samplers(self, index_sampler: Any) -> list[int | None]:
-        """Return what samplers, from the outermost on, were told at last."""
-        return numbers(samplers_within(index_sampler), self.told.number, self._restored[0])
-
-    def restored(self, state: dict[str, Any], options: Options) -> None:
-        """Note what samplers and the dataset were told that a run goes on with; so it is until the loader tells them.
-
-        And which samples are left out. Samplers and datasets without an attribute ``epoch`` cannot say it themselves.
-        """
-        before = self.heard_by_samplers(options.index_sampler), [each.number for each in self.heard(options.dataset)]
-        since = state["set_epochs"], state["dataset_epochs"]
-        self._restored = _changed(before[0], since[0]), _changed(before[1], since[1])
+    def begin_from(self, state: dict[str, Any], options: Options) -> None:
+        """Note what samplers and the dataset were told that a run begins with, and which samples it goes on without."""
+        self.set_epochs.note_state(state, options)
         self.exclusions = self._excluded(state, options)
-
-    def note_epochs(self, options: Options) -> None:
-        """Note which epochs are set when a state is loaded: one that is set afterwards goes before the state's."""
-        self.epochs_when_loaded = self.heard_by_samplers(options.index_sampler)
-        self.told_when_loaded = self.heard(options.dataset)
-
-    def told_since(self, state: dict[str, Any] | None, options: Options) -> tuple[Told, ...]:
-        """Return what the dataset was told since a state of the end of a run was loaded; nothing for other states."""
-        now = self.heard(options.dataset)
-        is_news = state is not None and is_between_runs(state) and now != self.told_when_loaded
-        return now if is_news else ()
 
     def number_is_set(self) -> None:
         """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
@@ -243,7 +187,3 @@ class Runs:
             self._trace = shared_trace(options.trace, self)
             weakref.finalize(self, self._trace.write, wait=False)
         return self._trace, self._trace.number_of(self)
-
-
-def _changed(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:
-    return [was if now is None else now for was, now in zip(before, chain(since, repeat(None)), strict=False)]

@@ -148,7 +148,7 @@ class WorkerIterator(BaseIterator[T_co]):
         if self._foresight is not None:
             run, plan = self._foresight.compare(self._options, epoch, plan)
             if self._foresight.told_in_vain:
-                self._runs.tell_anew()
+                self._runs.set_epochs.note_again()
                 epoch = epoch._replace(epochs=self._epochs())
         if run is None:
             run = self._make_run(epoch, plan, progress)

@@ -63,7 +63,8 @@ def make_session(
     """
     portal = get_portal()
     loop = GuardedLoop(portal.loop)
-    copied = CopiedDataset(spec.dataset, partial(while_alive(runs.heard_by_a_copy, tuple[Told, ...]()), spec.dataset))
+    of_copy = while_alive(runs.set_epochs.of_copy, tuple[Told, ...]())
+    copied = CopiedDataset(spec.dataset, partial(of_copy, spec.dataset))
     pool = _make_pool(options, runs, spec, loop, copied, home)
     supervisor = Supervisor(loop, pool, options, _make_auto(options, runs, pool, tell))
     session = Session(portal, loop, pool, run, supervisor, make_finisher(loop))

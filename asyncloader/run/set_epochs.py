@@ -1,0 +1,90 @@
+"""Which epochs a loader's samplers and dataset were told by `set_epoch`: by the user, by a state, or by the loader.
+
+    loader.set_epoch ── note ──────────┐
+    a state that a run begins from ────┼──> of_dataset, of_samplers ──> states, and copies of the dataset in workers
+    dataset.set_epoch: its `epoch` ────┘
+
+Whoever was last counts. Where a sampler or dataset has an attribute ``epoch``, that says it; otherwise it is what is
+remembered here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from typing import Any
+
+from asyncloader.epochs import Told, numbers, told
+from asyncloader.options import Options
+from asyncloader.run.checkpoint import is_between_runs
+from asyncloader.run.plan import samplers_within
+
+
+class SetEpochs:
+    """What was told. Used in the threads of consumers; `of_copy` by a copy that is made in any thread.
+
+    Attributes:
+        of_past_run: What the dataset had been told before a past run. Workers that make a batch of that again are told
+            this, and no epoch of now.
+        when_loaded: What samplers had been told at the moment when a state was loaded.
+    """
+
+    def __init__(self) -> None:
+        self.of_past_run: tuple[Told, ...] = ()
+        self.when_loaded: list[int | None] = []
+        self._last = Told()  # by the loader
+        self._by_state: tuple[list[int | None], list[int | None]] = [], []  # since then, to samplers and to the dataset
+        self._is_telling = False  # a copy that is made now may have been told, or not
+        self._dataset_when_loaded: tuple[Told, ...] = ()
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell samplers and the dataset of an epoch, in what is inside."""
+        self._is_telling = True
+        try:
+            yield
+        finally:
+            self._is_telling = False
+
+    def note(self, epoch: int) -> None:
+        """Note that the loader has told samplers and the dataset of an epoch."""
+        self._last = Told(epoch, self._last.calls + 1)
+        self._by_state = [], []
+
+    def note_again(self) -> None:
+        """Have copies of the dataset in workers be told the last epoch once more."""
+        self._last = self._last._replace(calls=self._last.calls + 1)
+
+    def note_state(self, state: dict[str, Any], options: Options) -> None:
+        """Note what a state has told samplers and the dataset that a run begins from."""
+        before = self.of_samplers(options.index_sampler), [each.number for each in self.of_dataset(options.dataset)]
+        since = state["set_epochs"], state["dataset_epochs"]
+        self._by_state = _changed(before[0], since[0]), _changed(before[1], since[1])
+
+    def note_load(self, options: Options) -> None:
+        """Note what is told when a state is loaded: an epoch that is set afterwards goes before the state's."""
+        self.when_loaded = self.of_samplers(options.index_sampler)
+        self._dataset_when_loaded = self.of_dataset(options.dataset)
+
+    def of_samplers(self, index_sampler: Any) -> list[int | None]:
+        """Return what samplers were told, from the outermost on."""
+        return numbers(samplers_within(index_sampler), self._last.number, self._by_state[0])
+
+    def of_dataset(self, dataset: Any) -> tuple[Told, ...]:
+        """Return what each of a dataset's listeners was told."""
+        return told(dataset, self._last, self._by_state[1])
+
+    def of_copy(self, dataset: Any) -> tuple[Told, ...]:
+        """Return what each was told of a copy of the dataset that is made now; nothing while the dataset is told."""
+        return () if self._is_telling else self.of_dataset(dataset)
+
+    def since_load(self, state: dict[str, Any] | None, options: Options) -> tuple[Told, ...]:
+        """Return what the dataset was told since a state of the end of a run was loaded; nothing for other states."""
+        now = self.of_dataset(options.dataset)
+        is_news = state is not None and is_between_runs(state) and now != self._dataset_when_loaded
+        return now if is_news else ()
+
+
+def _changed(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:
+    return [was if now is None else now for was, now in zip(before, chain(since, repeat(None)), strict=False)]
