@@ -185,7 +185,7 @@ class Interrupt(BaseException):
     """What a handler of a signal raises."""
 
 
-@pytest.mark.parametrize("call", ["copy", "mark", "wait", "note_use", "keep", "sweep", "hand_over", "send"])
+@pytest.mark.parametrize("call", ["copy", "mark", "wait", "note_use", "move", "sweep", "hand_over", "send"])
 @pytest.mark.parametrize("at", [0, 1, 3, 5])
 @pytest.mark.parametrize("source", ["any iterator", "a loader", "workers"])
 def test_an_interrupt_anywhere_loses_no_batch(monkeypatch: pytest.MonkeyPatch, source: str, call: str, at: int) -> None:
