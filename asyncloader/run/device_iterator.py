@@ -35,6 +35,7 @@ from asyncloader.engine.taking import Item, failed
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.outcome import Outcome
 from asyncloader.run.base_iterator import BaseIterator, ClosableIterator, check_owner
+from asyncloader.run.equal_steps import EqualStepsIterator
 from asyncloader.seeding.generators import GLOBAL, left_alone
 from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.seeding.seeder import ON_DEVICE, Seeder
@@ -161,6 +162,7 @@ class AnySource:
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
         self._arrived = _NOTHING
+        self._error: BaseException | None = None  # what has come in the place of a batch
         self._last = Call()
         self._has_ended = False
 
@@ -187,7 +189,7 @@ class AnySource:
                 else:
                     self._has_ended = True
         except Exception as error:
-            return self._given(call, failed(error))
+            self._error = error
         return self._take(call)
 
     async def take_ahead_async(self, call: Call) -> Item | None:
@@ -200,7 +202,7 @@ class AnySource:
                 else:
                     self._has_ended = True
         except Exception as error:
-            return self._given(call, failed(error))
+            self._error = error
         return self._take(call)
 
     @property
@@ -212,20 +214,25 @@ class AnySource:
 
     @property
     def _lacks(self) -> bool:
-        return self._arrived is _NOTHING and not self._last.is_interrupted and not self._has_ended
+        has_some = self._arrived is not _NOTHING or self._error is not None or self._last.is_interrupted
+        return not has_some and not self._has_ended
 
     def _take(self, call: Call) -> Item | None:
+        item: Item
         if self._last.is_interrupted:
-            return self._given(call, self._last.item)
-        if self._arrived is _NOTHING:
+            item = self._last.item
+        elif self._error is not None:
+            item = failed(self._error)
+        elif self._arrived is not _NOTHING:
+            item = Item(Outcome(Kind.BATCH, data=self._arrived))
+        else:
             return None
-        item = Item(Outcome(Kind.BATCH, data=self._arrived))
-        self._arrived = _NOTHING
-        return self._given(call, item)
-
-    def _given(self, call: Call, item: Item) -> Item:
-        call.item, self._last = item, call
-        return item
+        # From here on nothing is called, so that no handler of a signal raises between these.
+        self._arrived, self._error, call.item, self._last = _NOTHING, None, item, call
+        try:
+            return item
+        finally:
+            del item  # an error's traceback may refer to this frame
 
     async def let_the_loop_turn(self) -> None:
         """Leave that to the iterator."""
@@ -281,6 +288,83 @@ class _Seeded:
             return self._transform(batch)
 
 
+Change = Callable[[int, Any], Any]
+
+
+def _by_number(transform: Callable[[Any], Any] | None, key: EpochKey | None, device: Device) -> Change | None:
+    """Return a transform that is told the number of the batch."""
+    if transform is None:
+        return None
+    return (lambda number, batch: transform(batch)) if key is None else _Seeded(transform, key, device)
+
+
+def _on_its_way(device: Device, item: Item, change: Change | None, *, joins: bool) -> tuple[Item, Mark | None]:
+    """Begin to copy a batch; return it on the device, and the mark behind its copy, or what is raised in its place."""
+    if item.outcome.kind != Kind.BATCH:
+        return item, None
+    try:
+        data, mark = device.send(item.outcome.data, change and partial(change, item.batch), joins=joins)
+    except Exception as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        return failed(error, item.batch), None
+    return item._replace(outcome=item.outcome._replace(data=data)), mark
+
+
+class Delivery:
+    """Brings batches to a device one by one, when they are given: for ranks in equal steps.
+
+    Their batches count as given when the iterator returns. So it has each delivered while it works the step out, and
+    no batch counts as given at any moment that is not there. Whoever is interrupted has it delivered again.
+
+    Args:
+        key: Returns the seeds of the run; None if it has none.
+        device: Where batches go.
+        transform: Makes another batch of each, on the stream of the copies.
+    """
+
+    def __init__(
+        self, key: Callable[[], EpochKey | None], device: Device, transform: Callable[[Any], Any] | None
+    ) -> None:
+        self._key = key
+        self._device = device
+        self._transform = transform
+        self._pid = os.getpid()
+        self._steps: deque[Mark] = deque()  # as of `DeviceIterator`
+        self._joins = True
+
+    def come(self) -> None:
+        """Note that a consumer comes, and wait until all but its last step are done."""
+        self._note()
+        while len(self._steps) > 1:
+            step = self._steps.popleft()
+            step.synchronize()
+
+    async def come_async(self) -> None:
+        """Do so without blocking the loop."""
+        self._note()
+        while len(self._steps) > 1:
+            if not (step := self._steps.popleft()).query():
+                await asyncio.to_thread(step.synchronize)
+
+    def _note(self) -> None:
+        check_owner(self._pid)
+        self._steps.append(self._device.mark())
+
+    def __call__(self, item: Item) -> Item:
+        """Return a batch on the device, which the current stream may use, or what is raised in its place."""
+        change = _by_number(self._transform, self._key(), self._device)
+        item, mark = _on_its_way(self._device, item, change, joins=self._joins)
+        if mark is not None:
+            self._joins = False
+            self._device.hand_over(item.outcome.data, mark)
+        return item
+
+    def close(self) -> None:
+        """Wait for copies that have begun."""
+        if self._pid == os.getpid():
+            self._device.finish()
+
+
 class DeviceIterator(ClosableIterator):
     """Iterates as another iterator does, over batches on a device.
 
@@ -309,12 +393,7 @@ class DeviceIterator(ClosableIterator):
         self._held: tuple[_Sent, ...] = ()
         self._steps: deque[Mark] = deque()  # behind what was asked of the device before each call of the consumer
         self._joins = True  # what the trainer has on the device before the run is there when a transform uses it
-        key, transform = self._source.key, self._transform
-        self._change: Callable[[int, Any], Any] | None = None
-        if transform is not None:
-            self._change = (
-                (lambda number, batch: transform(batch)) if key is None else _Seeded(transform, key, self._device)
-            )
+        self._change = _by_number(self._transform, self._source.key, self._device)
 
     # ----------------------------------------------------------------------------------------------------- iterating
 
@@ -440,16 +519,9 @@ class DeviceIterator(ClosableIterator):
 
     def _send(self, call: Call, item: Item) -> None:
         """Send a batch to the device, and hold it for the consumer."""
-        mark = None
-        if item.outcome.kind == Kind.BATCH:
-            change = None if self._change is None else partial(self._change, item.batch)
-            try:
-                data, mark = self._device.send(item.outcome.data, change, joins=self._joins)
-                item = item._replace(outcome=item.outcome._replace(data=data))
-                self._joins = False
-            except Exception as error:
-                error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-                item = failed(error, item.batch)
+        item, mark = _on_its_way(self._device, item, self._change, joins=self._joins)
+        if mark is not None:
+            self._joins = False
         sent = _Sent(call, item, mark)
         del item
         meter = self._source.meter
@@ -501,7 +573,7 @@ def on_device(
     depth: int,
     transform: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return an iterator over batches on a device; the same one, if they are there.
+    """Return an iterator over batches on a device; the same one, if they are there, or it brings them there itself.
 
     Args:
         iterator: Over batches in memory of the host.
@@ -514,6 +586,9 @@ def on_device(
     """
     device = find(device)
     if isinstance(device, Host) and transform is None:
+        return iterator
+    if isinstance(iterator, EqualStepsIterator) and iterator.delivery is None:
+        iterator.delivery = Delivery(iterator.key, device, transform)
         return iterator
     is_counted = isinstance(iterator, BaseIterator)
     source: Source = LoaderSource(iterator) if is_counted else AnySource(iterator)

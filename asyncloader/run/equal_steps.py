@@ -25,7 +25,7 @@ import copy
 import logging
 import threading
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -39,6 +39,7 @@ from asyncloader.options import EqualSteps
 from asyncloader.run.base_iterator import BaseIterator, ClosableIterator
 from asyncloader.run.rank_group import Question, own_group
 from asyncloader.run.runs import Runs
+from asyncloader.seeding.sample_context import EpochKey
 
 log = logging.getLogger("asyncloader")
 
@@ -124,6 +125,26 @@ class _Step(NamedTuple):
 _HELD: Any = object()  # in place of the item of a call: a loader keeps the calls of its last run, but not batches
 
 
+class Delivery(Protocol):
+    """What brings batches to a device, while a step is worked out: `asyncloader.run.device_iterator.Delivery`."""
+
+    def come(self) -> None:
+        """Note that a consumer comes, and wait until the device is not too far behind."""
+        ...
+
+    async def come_async(self) -> None:
+        """Do so without blocking the loop."""
+        ...
+
+    def __call__(self, item: Item) -> Item:
+        """Return a batch where it is to be, or what is raised in its place."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what has begun."""
+        ...
+
+
 class EqualStepsIterator(ClosableIterator):
     """Iterates as another iterator does, for as many steps as all ranks agree on. For one consumer at a time.
 
@@ -132,6 +153,9 @@ class EqualStepsIterator(ClosableIterator):
         mode: How uneven ends are made even: "drop" leaves out what not all ranks have; "pad" repeats a rank's last
             batch.
         loader: Its number, the same on all ranks.
+
+    Attributes:
+        delivery: Brings each batch to a device when it is given; None if they stay as they are.
     """
 
     def __init__(self, inner: BaseIterator[Any], mode: EqualSteps, loader: int) -> None:
@@ -139,6 +163,7 @@ class EqualStepsIterator(ClosableIterator):
         self._mode = mode
         self._number = loader
         self._turn = threading.Lock()
+        self.delivery: Delivery | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -149,6 +174,8 @@ class EqualStepsIterator(ClosableIterator):
     # ----------------------------------------------------------------------------------------------------- iterating
 
     def __next__(self) -> Any:
+        if self.delivery is not None:
+            self.delivery.come()
         while True:
             with self._turn:
                 while (due := self._due()) is not None:
@@ -174,6 +201,8 @@ class EqualStepsIterator(ClosableIterator):
 
     async def __anext__(self) -> Any:
         await self._inner.let_the_loop_turn()
+        if self.delivery is not None:
+            await self.delivery.come_async()
         while True:
             while (due := self._due()) is not None:
                 if isinstance(due, Question):
@@ -240,7 +269,7 @@ class EqualStepsIterator(ClosableIterator):
         if not place.held:  # in "pad" only
             return self._repeated(place, after, ends=ends)
         (call, item), held = place.held[0], place.held[1:]
-        batch, error = item.open(in_async_for=in_async_for)
+        batch, error = self._delivered(item).open(in_async_for=in_async_for)
         if error is None and self._inner._IterableDataset_len_called is not None:
             self._inner.check_length()
         after = after._replace(held=held)
@@ -254,10 +283,13 @@ class EqualStepsIterator(ClosableIterator):
     def _repeated(self, place: _Place, after: _Place, *, ends: bool) -> _Step:
         """Work a step out in which this rank repeats its last batch; behind the run's last one nothing is left."""
         assert place.last is not None
-        batch, error = place.last.open()
+        batch, error = self._delivered(_copied(place.last)).open()
         call = place.repeating if ends and place.repeating is not None else Call()
         error = None if error is None else another(error)
-        return _Step(place, after, call, copy.deepcopy(batch), error, is_new=False)
+        return _Step(place, after, call, batch, error, is_new=False)
+
+    def _delivered(self, item: Item) -> Item:
+        return item if self.delivery is None else self.delivery(item)
 
     def _finish(self, place: _Place) -> None:
         """End the run on this rank, whatever is left of it."""
@@ -368,11 +400,19 @@ class EqualStepsIterator(ClosableIterator):
         """End the run and let go of everything."""
         self._let_go()
         self._inner.close()
+        if self.delivery is not None:
+            self.delivery.close()
 
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""
         self._let_go()
         await self._inner.aclose()
+        if self.delivery is not None:
+            await asyncio.to_thread(self.delivery.close)
+
+    def key(self) -> EpochKey | None:
+        """Return the seeds of the run."""
+        return self._inner._checkpointer.key
 
     def _let_go(self) -> None:
         self._progress = Progress()  # of no run
@@ -386,10 +426,12 @@ def _size(chunk: int) -> int:
 
 def _kept(last: Item | None, item: Item) -> Item:
     """Return what a rank would repeat after this one: a batch that nobody else has, if there was any."""
-    outcome = item.outcome
-    if outcome.kind == Kind.BATCH:
-        return item._replace(outcome=outcome._replace(data=copy.deepcopy(outcome.data)))
-    return last or item
+    return _copied(item) if item.outcome.kind == Kind.BATCH else last or item
+
+
+def _copied(item: Item) -> Item:
+    """Return a batch that nobody else has, or what is raised in its place."""
+    return item._replace(outcome=item.outcome._replace(data=copy.deepcopy(item.outcome.data)))
 
 
 def _check_places(places: dict[int, tuple[int, ...]]) -> None:

@@ -131,7 +131,8 @@ class SimulatedDevice(Device):
 
     def step(self, batch: Any, see: Callable[[Any], object]) -> None:
         """Ask for a step, in which a program computes with a batch. The program need not keep the batch until then."""
-        tensors = [(each.data_ptr(), each.shape, each.dtype) for each in tensors_in(batch)]
+        found = [batch] if isinstance(batch, torch.Tensor) else tensors_in(batch)
+        tensors = [(each.data_ptr(), each.shape, each.dtype) for each in found]
 
         def compute() -> bool:
             see([_at(*each) for each in tensors])
