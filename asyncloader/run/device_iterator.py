@@ -102,6 +102,10 @@ class Source(Protocol):
         """Note that a consumer has been told of the end."""
         ...
 
+    def close(self) -> None:
+        """Let go of what was taken, before the iterator itself is closed."""
+        ...
+
 
 class LoaderSource:
     """An iterator of a loader. Ready batches may be sent ahead: nothing is waited for, and nothing made, for that."""
@@ -151,6 +155,9 @@ class LoaderSource:
         self.meter.log_summary()
         progress = self._iterator._checkpointer.progress
         progress.is_over = not progress.is_broken
+
+    def close(self) -> None:
+        """Leave that to the iterator."""
 
 
 class AnySource:
@@ -245,6 +252,11 @@ class AnySource:
 
     def end(self) -> None:
         """Whoever made the iterator has noted that."""
+
+    def close(self) -> None:
+        """Let go of what was taken. Of an iterator that cannot be closed nothing is taken any more either."""
+        self._arrived, self._error, self._last = _NOTHING, None, Call()
+        self._has_ended = self._has_ended or not isinstance(self._iterator, ClosableIterator)
 
 
 class _Sent(NamedTuple):
@@ -546,6 +558,7 @@ class DeviceIterator(ClosableIterator):
     def close(self) -> None:
         """End the run and let go of everything. Waits for copies that have begun."""
         self._held = ()
+        self._source.close()
         if hasattr(self._inner, "close"):
             self._inner.close()
         self._let_go()
@@ -553,6 +566,7 @@ class DeviceIterator(ClosableIterator):
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""
         self._held = ()
+        self._source.close()
         if hasattr(self._inner, "aclose"):
             await self._inner.aclose()
         await asyncio.to_thread(self._let_go)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -92,6 +92,148 @@ def read(tensor: torch.Tensor) -> int:
     """Return the number that a batch is full of; -1 if it has several."""
     first = int(tensor[0])
     return first if bool((tensor == first).all()) else -1
+
+
+class OwnWay:
+    """A type of a user's that moves itself.
+
+    Args:
+        tensor: In it.
+        copy: Copies a tensor to the device.
+        raises: It raises when its copy has begun.
+    """
+
+    def __init__(self, tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor], *, raises: bool) -> None:
+        self.tensor = tensor
+        self._copy = copy
+        self._raises = raises
+
+    def to(self, device: torch.device) -> OwnWay:
+        moved = OwnWay(self._copy(self.tensor), self._copy, raises=False)
+        if self._raises:
+            raise ZeroDivisionError(device)
+        return moved
+
+
+RAISED = {"is odd": TypeError, "raises in to": ZeroDivisionError, "raises": OSError}
+PARTS = ["tensor", "dict", "shares", "own way", *RAISED]
+
+
+class Scripted:
+    """An iterator whose batches are as a script says: batch i is full of i. It goes on after an error.
+
+    Attributes:
+        asked: How many times it was asked for a batch.
+        is_closed: A generator of its batches has ended.
+    """
+
+    def __init__(self, script: list[str], copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._script = script
+        self._copy = copy
+        self._shared = torch.zeros(4)
+        self.asked = 0
+        self.is_closed = False
+
+    def __iter__(self) -> Scripted:
+        return self
+
+    def __next__(self) -> Any:
+        if self.asked >= len(self._script):
+            raise StopIteration
+        part = self._script[self.asked]
+        number = torch.full((4,), float(self.asked))
+        self.asked += 1
+        if part == "raises":
+            raise OSError(self.asked)
+        if part in ("own way", "raises in to"):
+            return OwnWay(number, self._copy, raises=part != "own way")
+        more: Any = {"dict": [], "shares": self._shared, "is odd": object()}
+        return number if part == "tensor" else {"more": more[part], "number": number}
+
+    def generator(self) -> Iterator[Any]:
+        """Yield the batches; the first error ends it."""
+        try:
+            yield from self
+        finally:
+            self.is_closed = True
+
+    async def later(self) -> AsyncIterator[Any]:
+        """Yield them asynchronously."""
+        try:
+            for batch in self:
+                await asyncio.sleep(0)
+                yield batch
+        finally:
+            self.is_closed = True
+
+    def expected(self, *, ends: bool) -> list[Any]:
+        """Return what a program is to see: the numbers of batches, and errors in their places."""
+        script = self._script
+        if ends and "raises" in script:
+            script = script[: script.index("raises") + 1]
+        return [RAISED.get(part, number) for number, part in enumerate(script)]
+
+
+def take(iterator: Any, runner: asyncio.Runner) -> Any:
+    """Take a batch, in a loop if that is how it comes; return the error in its place, or StopIteration at the end."""
+
+    async def taken() -> Any:
+        return await anext(iterator)
+
+    try:
+        return runner.run(taken()) if hasattr(iterator._inner, "__anext__") else next(iterator)
+    except (StopIteration, StopAsyncIteration):
+        return StopIteration
+    except Exception as error:
+        return type(error)
+
+
+@given(
+    kind=st.sampled_from(["iterator", "generator", "later"]),
+    script=st.lists(st.sampled_from(PARTS), max_size=10),
+    depth=st.integers(0, 4),
+    order=st.lists(st.sampled_from(["next", "next", "copy", "copies", "step"]), max_size=40),
+    closes=st.booleans(),
+)
+def test_any_iterable_in_any_order(kind: str, script: list[str], depth: int, order: list[str], closes: bool) -> None:
+    """What a loop over the iterable itself sees comes in its place, and memory stays for all copies that have begun."""
+    device = SimulatedDevice()
+    made = Scripted(script, device.copy)
+    expected = made.expected(ends=kind != "iterator")
+    seen: list[int] = []
+    wanted: list[int] = []
+    with asyncio.Runner() as runner:
+        iterator = on_device(made if kind == "iterator" else getattr(made, kind)(), device, depth)
+        taken = 0
+        for action in order:
+            if action == "next":
+                batch = take(iterator, runner)
+                assert made.asked <= taken + 1 + depth
+                of_place = expected[taken] if taken < len(expected) else StopIteration
+                taken += 1
+                if isinstance(of_place, int):
+                    number = batch["number"] if isinstance(batch, dict) else getattr(batch, "tensor", batch)
+                    device.step(number, lambda tensors: seen.append(read(tensors[0])))
+                    wanted.append(of_place)
+                    del number
+                else:
+                    assert batch is of_place
+                del batch
+            elif action == "step":
+                device.steps.advance()
+            else:
+                while device.copies.advance() and action == "copies":
+                    pass
+        if closes:
+            runner.run(iterator.aclose()) if kind == "later" else iterator.close()
+            assert take(iterator, runner) is StopIteration
+            assert made.is_closed or not made.asked or kind == "iterator"
+        del iterator
+        # An error that nobody has taken refers to the frames that it came through, and they to the iterator.
+        assert made.is_closed or not made.asked or kind != "generator" or RAISED.keys() & set(script)
+    device.run()
+    assert seen == wanted
+    assert device.faults == []
 
 
 def test_the_next_batch_is_copied_before_the_step_on_this_one_is_asked_for() -> None:
