@@ -332,13 +332,16 @@ class Feed(Outlet, SuppliesKeys[T]):
         """Return the state before a step of a run: one for all ranks, until a rank asks again."""
         self.check_rank(rank)
         state: dict[str, Any]
+        assert self._ranks is not None
+        is_newest = self._ranks.run is not None and self._ranks.run.number == run
+        # The end of a run is where the next one begins: ranks may be in either.
+        here = self._life, self._first + step if is_newest else self._next_given()
         where, ranks, state = self._state_of_step
-        if where != (run, step) or rank in ranks:
-            is_newest = self._ranks is not None and self._ranks.run is not None and self._ranks.run.number == run
-            ranks, state = set(), self.state_at(self._runs_begun if is_newest else -1, self._first + step)
+        if where != here or rank in ranks:
+            ranks, state = set(), self.state_at(self._runs_begun, here[1])
         ranks.add(rank)
-        is_fetched = self._ranks is not None and len(ranks) == self._ranks.count
-        self._state_of_step = (None, set(), None) if is_fetched else ((run, step), ranks, state)
+        is_fetched = len(ranks) == self._ranks.count
+        self._state_of_step = (None, set(), None) if is_fetched else (here, ranks, state)
         return state
 
     def rank_load(self, rank: int, state: dict[str, Any]) -> None:

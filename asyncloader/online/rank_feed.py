@@ -124,9 +124,11 @@ class RankFeed(SuppliesKeys[T]):
         return self._link
 
     def _run(self) -> int:
-        """Return the number of the run; 0 if it has not begun."""
+        """Return the number of the run; 0 if it has not begun. Its first step may come before its number."""
         begun = self._begun
-        return 0 if begun is None or not begun.done() or begun.exception() is not None else begun.result()
+        if begun is None or not (begun.done() or self._given()):
+            return 0
+        return 0 if begun.exception() is not None else begun.result()
 
     def _next_place(self) -> RankPlace:
         return ("run", run, self._given()) if (run := self._run()) else self._place
@@ -197,8 +199,10 @@ class RankFeed(SuppliesKeys[T]):
 
     def state_at(self, run: int, batch: int) -> dict[str, Any]:
         """Return the state of the feed before a batch of a reader; of one that was left, as it is now."""
-        step = batch if run == self._readers else self._given()
-        found: dict[str, Any] = self._handle.ask("rank_state", self.rank, self._run(), step)
+        where = self._run(), batch if run == self._readers else self._given()
+        if not where[0] and self._place is not None and self._place[0] == "run":  # other ranks have not begun the next
+            where = self._place[1:]
+        found: dict[str, Any] = self._handle.ask("rank_state", self.rank, *where)
         return found
 
     def preload(self, state: dict[str, Any]) -> None:

@@ -7,10 +7,11 @@ import contextlib
 import gc
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -258,6 +259,68 @@ def test_ranks_at_different_places() -> None:
             assert "; rank 1 goes on after 1 step. Load one state on all of them" in str(error)
         loaders[1].load_state_dict(state)
         assert sorted(map(int, in_threads(*(lambda each=each: next(iter(each)) for each in loaders)))) == [2, 3]
+    handle.close()
+
+
+def some(loader: Any, steps: int) -> list[int]:
+    """Take the first batches, and leave the loop."""
+    return [value for _, batch in zip(range(steps), loader, strict=False) for value in batch.tolist()]
+
+
+def test_a_state_between_two_loops() -> None:
+    """A rank that has begun the next loop before others has been given what it was given in the last one."""
+    feed = Feed(range(12), batch_size=1, num_replicas=2, max_samples=24)
+    handle = feed.handle()
+    for item in feed.leases():
+        with item:
+            item.put(item.value)
+    loaders = [DataLoader(handle.for_rank(rank)) for rank in range(2)]
+    taken = in_threads(*(lambda loader=loader: some(loader, 3) for loader in loaders))
+    iterators, states = [], []
+    for loader in loaders:
+        iterators.append(iter(loader))
+        states.append(loader.state_dict()["samplers"])
+    assert states[0] == states[1]
+    units = pickle.loads(states[0]["sampler"]["units"])["units"]
+    assert sorted([*chain.from_iterable(taken), *(unit[0] for unit in units)]) == [*range(12)]
+    feed.close()
+    handle.close()
+
+
+class Late(Future[int]):
+    """The number of a run that is on its way."""
+
+    def __init__(self, begun: Future[int]) -> None:
+        super().__init__()
+        self._number = begun
+
+    def done(self) -> bool:
+        """Not yet."""
+        return False
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for it."""
+        return self._number.exception(20)
+
+    def result(self, timeout: float | None = None) -> int:
+        """Wait for it."""
+        return self._number.result(20)
+
+
+def test_a_step_that_comes_before_the_number_of_its_run() -> None:
+    """The state is that after the step all the same."""
+    feed = Feed(batch_size=1, num_replicas=2)
+    handle = feed.handle()
+    for n in range(4):
+        feed.put_nowait(n)
+    ranks = [handle.for_rank(rank) for rank in range(2)]
+    loaders = [DataLoader(rank) for rank in ranks]
+    iterators = [iter(loader) for loader in loaders]
+    assert ranks[0]._begun is not None
+    ranks[0]._begun = Late(ranks[0]._begun)
+    in_threads(*(lambda each=each: next(each) for each in iterators))
+    assert loaders[0].state_dict()["samplers"] == loaders[1].state_dict()["samplers"]
+    feed.close()
     handle.close()
 
 
