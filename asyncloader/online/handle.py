@@ -50,6 +50,7 @@ class _Link:
         futures: Requests that are not answered, by number.
         version: Of the weights, when the last answer was sent.
         is_over: The feed has ended.
+        is_torn: A part of a message was sent, and not the rest: the connection is of no use any more.
         pid: Of the process; a fork makes its own.
     """
 
@@ -67,7 +68,7 @@ class _Link:
             why = "there is no feed behind this handle: it was closed, its process ended, or this is another machine"
             raise closed(address, why, error) from error
         self.futures: dict[int, _Answer] = {}
-        self.is_over = False
+        self.is_over = self.is_torn = False
         self.pid = os.getpid()
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()
@@ -94,6 +95,7 @@ class _Link:
             except OSError:
                 self.fail()
             except BaseException:  # the handler of a signal raised: what follows a part of a message cannot be read
+                self.is_torn = True
                 self.close()
                 raise
             if self.is_over:
@@ -112,10 +114,14 @@ class _Link:
     def fail(self) -> None:
         """Tell those who wait that the feed has ended."""
         self.is_over = True
+        why, cause = "the feed was dropped, or its process ended", None
+        if self.is_torn:
+            why = "the connection to the feed was lost, and is made anew; a sample on its way may have been put"
+            cause = InterruptedError("in the middle of a message")
         while self.futures:
             _, future = self.futures.popitem()
             if future.set_running_or_notify_cancel():
-                future.set_exception(closed(self._address, "the feed was dropped, or its process ended"))
+                future.set_exception(closed(self._address, why, cause))
 
     def close(self) -> None:
         """End the connection, which gives the leases of this process back. Not in a fork of the process."""
@@ -263,7 +269,7 @@ class FeedHandle:
 
     async def aput_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
         """Put what was made under a lease, without blocking the loop."""
-        await asyncio.wrap_future(self._send("put_leased", (lease, samples, version, cost, priority)))
+        await self._until("put_leased", (lease, samples, version, cost, priority))
 
     def drop_leased(self, lease: int, cost: float | None) -> None:
         """Settle what is leased without samples."""
@@ -325,7 +331,7 @@ class FeedHandle:
             if link is not None and link.pid != os.getpid():
                 link.sock.close()  # this process's copy of it
                 link = None
-            if link is None:
+            if link is None or link.is_torn:
                 link = self._link = _Link(self.address, self._secret)
                 weakref.finalize(self, link.close)
             return link

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import multiprocessing as mp
 import os
 import pickle
 import signal
 import socket
+import termios
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -372,6 +375,30 @@ def test_a_thread_that_is_interrupted() -> None:
     handle.close()
 
 
+def test_an_interrupt_in_the_middle_of_a_message() -> None:
+    """The handle connects anew. Other threads, whose requests are lost by it, are told so: their loops do not just end."""
+    feed = Feed(batch_size=1)
+    handle = feed.handle()
+    link, waiting = handle._connected(), array("i", [0])
+
+    def is_full() -> bool:
+        fcntl.ioctl(link.sock, termios.TIOCOUTQ, waiting)
+        return waiting[0] > 50_000
+
+    with feed._lock:  # the feed answers nothing
+        other = handle._send("put", ("lost", 0, None, 0.0))
+        with interrupted_when(is_full):
+            handle.put_sync(bytes(16 << 20))
+        with pytest.raises(FeedClosedError, match="the connection to the feed was lost") as caught:
+            other.result(20)
+    assert caught.value.is_failure
+    wait_until(lambda: feed.stats().ready == 1)
+    handle.put_sync("again")
+    feed.close()
+    assert list(DataLoader(feed)) == [["lost"], ["again"]]
+    handle.close()
+
+
 @pytest.mark.parametrize("is_many", [False, True])
 async def test_a_put_that_is_cancelled_is_not_carried_out(is_many: bool) -> None:
     """Who tries again puts the sample once, as with the feed itself."""
@@ -427,6 +454,23 @@ async def test_a_put_that_was_done_before_it_was_cancelled() -> None:
     await asyncio.sleep(0)
     feed.close()
     assert [batch async for batch in DataLoader(feed)] == [["cancelled"], ["limited"]]
+    handle.close()
+
+
+async def test_a_put_of_a_lease_that_was_done_before_it_was_cancelled() -> None:
+    """It is done for the producer as well."""
+    feed = Feed(range(1), batch_size=1)
+    handle = feed.handle()
+
+    def wait_for_put() -> None:
+        wait_until(lambda: feed.stats().ready == 1 and is_answered(handle))
+
+    async with handle.lease() as item:
+        asyncio.get_running_loop().call_soon(wait_for_put)
+        async with asyncio.timeout(0):
+            await item.put("limited")
+    feed.close()
+    assert [batch async for batch in DataLoader(feed)] == [["limited"]]
     handle.close()
 
 
