@@ -313,8 +313,9 @@ class Feed(Outlet, SuppliesKeys[T]):
     def _check_keeps_all(self, state: dict[str, Any]) -> None:
         is_own = state["life"] == self._life  # then it has what was put before
         first = max(self._pushed_before, state["pushed"] if is_own else 0)
-        lost = sum(unit.item is NOTHING and unit.number >= first for unit in self._ledger.units.values())
-        if lost and self._spill is None:
+        end = self._pushed if self._spill is None else state["pushed"]  # from there on they are read from the folder
+        lost = sum(unit.item is NOTHING and first <= unit.number < end for unit in self._ledger.units.values())
+        if lost:
             raise StateMismatchError(
                 "the number of samples, or groups, that were put without leases",
                 state["pushed"],
@@ -373,7 +374,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         with Change(self):
             if self._spill is not None:
                 source = found["source"]
-                self._spill.trim(found["segment"], 0 if source is None else source["drawn"])
+                self._spill.trim(found["segment"], 0 if source is None else source["drawn"], self._pushed)
 
     def place(self) -> Place:
         """Return, in place of a state, which batch comes next."""

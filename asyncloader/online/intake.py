@@ -323,6 +323,7 @@ class Intake:
             if number >= pushed:
                 self._ledger.put(*self._as_of_now(*self._spill.read("put", number)), number=number)
                 self._pushed = number + 1
+        self._pushed = max(self._pushed, self._spill.pushed)
         for _ in range(len(self._ledger.pending)):
             unit = self._ledger.lease()
             if not self._recover(unit):

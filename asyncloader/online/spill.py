@@ -50,6 +50,7 @@ class Spill:
 
     Attributes:
         segment: Number of the file that is written now.
+        pushed: Number of the next sample that is put without a lease is at least this.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -68,9 +69,12 @@ class Spill:
         segments = sorted(self._folder.glob("*.spill"))
         for path in segments:
             self._read_index(path)
-        # States name the files that they need: a number comes once, also after files were deleted.
-        next_number = os.pread(self._open["lock"].fileno(), _NUMBER, 0)
-        self.segment = max(int(next_number or 0), int(segments[-1].stem) + 1 if segments else 0)
+        # States name the files that they need, and samples that they have: a number comes once, also after files were
+        # deleted.
+        file = self._open["lock"].fileno()
+        next_number = int(os.pread(file, _NUMBER, 0) or 0)
+        self.pushed = int(os.pread(file, 2 * _NUMBER, _NUMBER) or 0)
+        self.segment = max(next_number, int(segments[-1].stem) + 1 if segments else 0)
 
     @property
     def is_closed(self) -> bool:
@@ -116,16 +120,19 @@ class Spill:
             self.segment += 1
         return self.segment
 
-    def trim(self, segment: int, drawn: int) -> None:
+    def trim(self, segment: int, drawn: int, pushed: int) -> None:
         """Delete the files before one, but for those with records of items that a state has not drawn yet.
 
         Args:
             segment: The first file that was written after the state.
             drawn: The number of the next item of the source in the state.
+            pushed: Of the next sample that is put without a lease.
         """
         if self.is_closed:
             return
-        os.pwrite(self._open["lock"].fileno(), f"{self.segment:0{_NUMBER}}".encode(), 0)
+        self.pushed = pushed
+        numbers = f"{self.segment:0{_NUMBER}}{pushed:0{2 * _NUMBER}}"
+        os.pwrite(self._open["lock"].fileno(), numbers.encode(), 0)
         needed = {place.segment for (kind, number), place in self._places.items() if kind == "item" and number >= drawn}
         for path in self._folder.glob("*.spill"):
             if int(path.stem) < segment and int(path.stem) not in needed:

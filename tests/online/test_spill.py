@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import ConfigurationError, DataLoader
+from asyncloader import ConfigurationError, DataLoader, StateMismatchError
 from asyncloader.online import Feed, FeedClosedError
 from asyncloader.online.spill import Spill
 from tests.nursery import Program
@@ -241,6 +241,33 @@ def test_trimming_keeps_what_a_state_needs_that_was_taken_long_before(tmp_path: 
     with feed.lease() as item:
         assert item.value == 10
     feed.close()
+
+
+def test_a_sample_that_is_put_before_the_state_is_loaded(tmp_path: Path) -> None:
+    """It is in the folder, and has a number of its own, also if those of the state were deleted.
+
+    The state of a run with another folder may have more samples: it is refused.
+    """
+    feed = Feed(batch_size=1, max_samples=8, spill=tmp_path / "one")
+    for n in range(4):
+        feed.put_nowait(n)
+    loader = DataLoader(feed)
+    assert next(iter(loader)).tolist() == [0]
+    state = loader.state_dict()
+    feed.trim(state)
+    feed.close()
+    for _ in range(2):  # the second one has what the first one was given before it was killed
+        feed = Feed(batch_size=1, max_samples=8, spill=tmp_path / "one")
+        feed.put_nowait(9)
+        feed.close()
+    loader = DataLoader(feed)
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == [[1], [2], [3], [9], [9]]
+    other = Feed(batch_size=1, max_samples=8, spill=tmp_path / "other")
+    other.put_nowait(9)
+    with pytest.raises(StateMismatchError, match="1 that wait are not in the state, and would be lost"):
+        other.load_state_dict(feed.state_dict())
+    other.close()
 
 
 def test_files_have_new_numbers_after_all_of_them_were_deleted(tmp_path: Path) -> None:
