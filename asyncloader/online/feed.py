@@ -387,12 +387,14 @@ class Feed(Outlet, SuppliesKeys[T]):
     def state_at(self, run: int, batch: int) -> dict[str, Any]:
         """Return the state before a batch of a reader; of one that was left, as it is now."""
         with Change(self):
-            units = self._ledger.state(batch if run == self._runs_begun else self._next_given())
+            ledger, batch = self._ledger, batch if run == self._runs_begun else self._next_given()
+            units = ledger.state(batch)
+            was_told = ledger.ended and batch >= ledger.formed  # what fills no batch may be left (drop_last)
             return {
                 "version": 1,
                 "id": secrets.token_hex(8),
                 **identity.of(self),
-                "is_over": self._ledger.is_ending and not units["ready"],
+                "is_over": was_told or (ledger.is_ending and not units["ready"]),
                 "life": self._life,
                 "pushed": self._pushed,
                 "segment": 0 if self._spill is None else self._spill.begin_segment(),

@@ -897,6 +897,25 @@ def test_a_state_at_the_end(options: dict[str, Any]) -> None:
     assert [batch.tolist() for batch in resumed] == [[1]]
 
 
+async def test_a_state_at_the_end_with_samples_that_filled_no_batch() -> None:
+    """The loader does not wait for more of them when it begins the next epoch: their producers are on its loop."""
+    feed = Feed(batch_size=2, drop_last=True)
+    await feed.put_many(range(3))
+    feed.close()
+    loader = DataLoader(feed)
+    assert [batch.tolist() async for batch in loader] == [[0, 1]]
+    again = Feed(batch_size=2, drop_last=True)
+    resumed = DataLoader(again)
+    resumed.load_state_dict(loader.state_dict())
+    limit = threading.Timer(20, again.close)
+    limit.start()
+    batches = aiter(resumed)
+    again.put_nowait(3)
+    assert (await anext(batches)).tolist() == [2, 3]
+    limit.cancel()
+    again.close()
+
+
 def test_the_statistics_say_who_limits() -> None:
     """A trainer that waits, or producers that do."""
     feed = Feed(batch_size=1, max_samples=1)
