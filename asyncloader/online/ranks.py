@@ -85,8 +85,8 @@ class Ranks:
         return seat
 
     def _begin_run(self, seats: list[Seat]) -> None:
-        first = seats[0].place
-        if any(seat.place != first for seat in seats):
+        first, *others = [self._where(seat) for seat in seats]
+        if any(place != first for place in others):
             words = "; ".join(f"rank {seat.rank} {_words(seat.place)}" for seat in sorted(seats, key=_rank))
             self._end(seats, f"ranks go on at different places: {words}. Load one state on all of them")
             return
@@ -97,6 +97,15 @@ class Ranks:
         self.run = Run(number, seats)
         for seat in seats:
             seat.run = self.run
+
+    def _where(self, seat: Seat) -> RankPlace:
+        """Return where an iterator goes on.
+
+        Its rank may have left the newest run before it heard that this has begun: then it was given nothing of it.
+        """
+        if self.run is not None and (seat.rank, seat.place) in ((each.rank, each.place) for each in self.run.seats):
+            return "run", self.run.number, 0
+        return seat.place
 
     def leave(self, seat: Seat) -> None:
         """Note that an iterator is gone, for which the other ranks of its run do not wait."""

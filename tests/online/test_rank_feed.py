@@ -287,6 +287,25 @@ def test_a_state_between_two_loops() -> None:
     handle.close()
 
 
+def test_a_rank_that_leaves_before_it_hears_that_a_run_has_begun() -> None:
+    """It goes on where the others do, which have heard of that, however often."""
+    feed = Feed(batch_size=1, num_replicas=2)
+    handle = feed.handle()
+    for n in range(4):
+        feed.put_nowait(n)
+    ranks = [handle.for_rank(rank) for rank in range(2)]
+    loaders = [DataLoader(rank) for rank in ranks]
+    for _ in range(2):
+        iterators = [iter(loader) for loader in loaders]
+        wait_until(lambda: all(rank._run() for rank in ranks))
+        assert ranks[0]._begun is not None
+        ranks[0]._begun = Late(ranks[0]._begun)
+    iterators = [iter(loader) for loader in loaders]
+    assert sorted(map(int, in_threads(*(lambda each=each: next(each) for each in iterators)))) == [0, 1]
+    feed.close()
+    handle.close()
+
+
 class Late(Future[int]):
     """The number of a run that is on its way."""
 
