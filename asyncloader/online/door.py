@@ -84,7 +84,8 @@ class Door:
         self._listener.listen(1024)
         self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
-        self._feed = weakref.ref(feed, lambda _: self.end())
+        self._feed = weakref.ref(feed)
+        weakref.finalize(feed, self.end)  # unlike a callback of the reference, not while modules are torn down
         self._connections: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed, self._ended = asyncio.Event(), asyncio.Event()

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from asyncloader import threads
 from asyncloader.online.errors import FeedClosedError, closed
-from asyncloader.online.forks import keep_from_forks
+from asyncloader.online.forks import generation, keep_from_forks
 from asyncloader.online.keys import Sample
 from asyncloader.online.lease import Leased, LeaseRequest, Leases
 from asyncloader.online.rank_feed import RankFeed
@@ -190,7 +190,7 @@ class FeedHandle:
 
     def __init__(self, address: str, secret: bytes) -> None:
         self.address, self._secret = address, secret
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), generation()
         self._link: _Link | None = None
 
     def __reduce__(self) -> Any:
@@ -326,6 +326,8 @@ class FeedHandle:
             raise
 
     def _connected(self) -> _Link:
+        if self._process != generation():  # a thread that is not in this fork may have had the lock
+            self._lock, self._process = threading.Lock(), generation()
         with self._lock:
             link = self._link
             if link is not None and link.pid != os.getpid():

@@ -11,6 +11,8 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import termios
 import threading
 from array import array
@@ -241,6 +243,17 @@ def test_a_fork_that_uses_the_feed_is_refused(start: Callable[..., Any], tmp_pat
         assert item.value == 1
         again.close()
     assert [sample for batch in DataLoader(again) for sample in batch] == ["before", "after", "leased"]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_while_a_thread_uses_the_handle(start: Callable[..., Any]) -> None:
+    """The fork does not wait for that thread, which it has not."""
+    feed = Feed(range(4), batch_size=4)
+    handle = feed.handle()
+    with handle._lock:  # as a thread has it at the moment
+        start("fork", produce, handle)
+    assert [items.tolist() for items, _ in DataLoader(feed)] == [[0, 1, 2, 3]]
+    handle.close()
 
 
 async def _wait(handle: FeedHandle) -> None:
@@ -600,6 +613,13 @@ def test_what_cannot_be_pickled() -> None:
     feed.close()
     with pytest.raises(FeedClosedError):
         feed.handle()
+
+
+def test_a_program_that_ends_with_a_feed() -> None:
+    """It says nothing: a process that trains nothing has no loader, which would end the feed's thread before."""
+    script = "from asyncloader.online import Feed; feed = Feed(batch_size=1); handle = feed.handle(); handle.version"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_nothing_is_left_of_a_feed_that_was_dropped() -> None:
