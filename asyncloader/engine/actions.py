@@ -17,7 +17,7 @@ class Ticket:
         number: By which a worker knows the ticket: ``batch`` where batches stay whole; less than 0 before it is sent.
         bounds: Where in the batch the slice begins and ends; None for the whole batch.
         worker: The worker that has the ticket, or had it last.
-        tries: How many workers were lost over it.
+        tries: How many workers have died, or were killed as hung, while they had it.
         is_suspect: The ticket was in work with others when their worker died, and is done again alone: so whichever
             kills a worker is found out.
     """

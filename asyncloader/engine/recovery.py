@@ -94,7 +94,8 @@ class Recovery:
     processes or threads of their own. A worker that was not ready had read nothing, and is replaced in any case.
 
     Args:
-        options: The options of the workers.
+        options: Those that the workers were started with: ``on_crash`` and ``on_timeout`` stay as they were then, while
+            each run has a ``timeout`` of its own.
 
     Attributes:
         has_lost_for_good: A lost worker cannot be replaced.
@@ -129,8 +130,8 @@ class Recovery:
         """A worker has come to an outcome."""
         self._losses = 0
 
-    def stop(self) -> set[int]:
-        """A run is over; return those who have no process because their data had ended."""
+    def take_vacant(self) -> set[int]:
+        """Return, once, who has no process because its data had ended: a run begins, with data for all."""
         vacant, self._vacant = self._vacant, set()
         return vacant
 

@@ -182,7 +182,7 @@ class Scheduler:
     def again(self, batch: int, keys: Any) -> list[Action]:
         """Have a batch made once more, whole: all of its slices were returned, and they cannot be joined."""
         assert self.slices is not None
-        self.slices.slicer.refused()
+        self.slices.slicer.not_joined()
         self._queue([Ticket(batch, keys, self._next_number())])
         return self._assign()
 

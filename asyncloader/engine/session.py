@@ -6,8 +6,8 @@
 
 The session carries out what the scheduler decides; it decides nothing about order, window or retries itself. The pool
 tells the supervisor of workers and outcomes, and the supervisor gives outcomes to `receive`. Any thread may call the
-methods that begin with ``start_``, `push`, `request_close`, `wait_closed` and `report_overdue`; all else runs on the
-loop thread.
+methods that begin with ``start_``, `push`, `wake`, `post`, `waker`, `close_with`, `request_close`, `wait_closed` and
+`report_overdue`; all else runs on the loop thread.
 """
 
 from __future__ import annotations

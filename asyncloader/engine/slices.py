@@ -38,7 +38,7 @@ _SHARE = 2
 and Kuck, 1987). The first ones are large, the last ones as small as they may be, and all workers are done at once."""
 _FADE = 0.97
 """What a ticket tells counts so much less with each later one."""
-_MOST_REFUSED = 8
+_MOST_MADE_AGAIN = 8
 """Batches stay whole where more than one in so many that were divided had to be made again."""
 _DIVISIBLE = (list, tuple)
 """A sampler of the user's may yield keys of any other kind, which only the dataset understands."""
@@ -64,7 +64,7 @@ class Slicer:
         self._seconds = 0.0
         self._samples = 0.0
         self._num_joined = 0
-        self._num_refused = 0
+        self._num_made_again = 0
 
     def __repr__(self) -> str:
         return f"<Slicer {self._seconds:.3g} s for {self._samples:.3g} samples, whole={self.is_whole}>"
@@ -84,10 +84,10 @@ class Slicer:
         self._num_joined += 1
         self.columns = columns
 
-    def refused(self) -> None:
-        """The slices of a batch could not be joined."""
-        self._num_refused += 1
-        self.is_whole |= _MOST_REFUSED * self._num_refused > self._num_joined + _MOST_REFUSED
+    def not_joined(self) -> None:
+        """The slices of a batch could not be joined, and it is made again."""
+        self._num_made_again += 1
+        self.is_whole |= _MOST_MADE_AGAIN * self._num_made_again > self._num_joined + _MOST_MADE_AGAIN
 
     def size(self, left: int, num_workers: int) -> int:
         """Return how many samples the next slice has of a batch of which so many are left."""

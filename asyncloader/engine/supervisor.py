@@ -154,7 +154,9 @@ class Supervisor:
         run, processes = self.session.run, self._pool.processes
         for worker in processes:
             self._note_node(worker)
-        for worker in self.stop():
+        without_process = {*self._rests, *self.recovery.take_vacant()}
+        self.stop()
+        for worker in without_process:
             if (process := processes.get(worker)) is not None:
                 self.session.apply(self.recovery.fill(process, run.start_of(worker)))
             elif run.scheduler.roster.takes(worker):
@@ -167,12 +169,10 @@ class Supervisor:
         self._settle()
         self.look_at_renewal(perf_counter(), begins=True)
 
-    def stop(self) -> set[int]:
-        """Replace nobody any more in this run; return who has no process."""
-        resting = set(self._rests)
-        for worker in resting:
+    def stop(self) -> None:
+        """Replace nobody any more in this run."""
+        for worker in tuple(self._rests):
             self._cancel_rest(worker)
-        return resting | self.recovery.stop()
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """The outcome of a ticket has come, and began to be read at this time."""

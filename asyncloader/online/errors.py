@@ -10,8 +10,8 @@ class FeedClosedError(AsyncLoaderError, RuntimeError):
 
     Attributes:
         feed: Address of the feed, which its handles have as well.
-        is_failure: Something is wrong: its source has raised, or a handle finds no feed, or was interrupted in the middle
-            of a message. ``__cause__`` is that error, in the process where it was raised.
+        is_failure: Something is wrong: its source has raised, or a handle finds no feed, or was interrupted in the
+            middle of a message. ``__cause__`` is that error, in the process where it was raised.
     """
 
     feed = ""

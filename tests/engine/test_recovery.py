@@ -188,8 +188,8 @@ def test_one_that_dies_at_the_end_of_its_data_is_replaced_for_a_later_run(option
     recovery = Recovery(options)
     assert recovery.died(Gone(1), WorkerStart(), is_active=False) == []
     assert recovery.has_lost_for_good is has_lost
-    assert recovery.stop() == {1}
-    assert recovery.stop() == set()
+    assert recovery.take_vacant() == {1}
+    assert recovery.take_vacant() == set()
 
 
 def test_no_worker_begins_a_later_run_in_the_place_of_another() -> None:

@@ -631,9 +631,9 @@ def test_batches_stay_whole_where_slices_often_cannot_be_joined() -> None:
     for refused in (False, True, *[False] * 8, True, False):
         assert len(sizes(slicer, 64, 4)) > 1
         if refused:
-            slicer.refused()
+            slicer.not_joined()
         else:
             slicer.joined(())
-    slicer.refused()
+    slicer.not_joined()
     assert slicer.is_whole
     assert slicer.size(64, 4) == 64

@@ -389,7 +389,7 @@ def test_a_thread_that_is_interrupted() -> None:
 
 
 def test_an_interrupt_in_the_middle_of_a_message() -> None:
-    """The handle connects anew. Other threads, whose requests are lost by it, are told so: their loops do not just end."""
+    """The handle connects anew. Other threads, whose requests it loses, are told so: their loops do not just end."""
     feed = Feed(batch_size=1)
     handle = feed.handle()
     link, waiting = handle._connected(), array("i", [0])
