@@ -324,11 +324,6 @@ class Feed(Outlet, SuppliesKeys[T]):
                 "the feed spill them",
             )
 
-    def preload(self, state: dict[str, Any]) -> None:
-        """Go on from a state of a loader. One that was closed and taken to its end gives an empty epoch first."""
-        self.load_state_dict(state)
-        self.ends_at_once = state["is_over"]
-
     def rank_state(self, rank: int, run: int, step: int) -> dict[str, Any]:
         """Return the state before a step of a run: one for all ranks, until a rank asks again."""
         self.check_rank(rank)
@@ -354,7 +349,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         self.check_rank(rank)
         loaded, ranks = self._loaded
         if loaded != state["id"] or rank in ranks:
-            self.preload(state)
+            self.load_state_dict(state)
             ranks = set()
         self._loaded = state["id"], ranks | {rank}
 
@@ -387,14 +382,11 @@ class Feed(Outlet, SuppliesKeys[T]):
     def state_at(self, run: int, batch: int) -> dict[str, Any]:
         """Return the state before a batch of a reader; of one that was left, as it is now."""
         with Change(self):
-            ledger, batch = self._ledger, batch if run == self._runs_begun else self._next_given()
-            units = ledger.state(batch)
-            was_told = ledger.ended and batch >= ledger.formed  # what fills no batch may be left (drop_last)
+            units = self._ledger.state(batch if run == self._runs_begun else self._next_given())
             return {
                 "version": 1,
                 "id": secrets.token_hex(8),
                 **identity.of(self),
-                "is_over": was_told or (ledger.is_ending and not units["ready"]),
                 "life": self._life,
                 "pushed": self._pushed,
                 "segment": 0 if self._spill is None else self._spill.begin_segment(),

@@ -86,8 +86,8 @@ class GivesBatches(Protocol):
     def state_after(self, items: int) -> dict[str, Any]:
         """Return the state after so many batches of the newest iterator."""
 
-    def preload(self, state: dict[str, Any]) -> None:
-        """Go on from a state of a loader."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
 
 
 feeds: WeakValueDictionary[int, GivesBatches] = WeakValueDictionary()
@@ -155,11 +155,11 @@ class FeedBatches(Sampler[list[SampleKey]]):
         Raises:
             StateMismatchError: if the state is of something else.
         """
-        self._feed.preload(state)
+        self._feed.load_state_dict(state)
         self._preloaded = state["id"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the feed go on from a state. One that was closed and taken to its end gives an empty epoch first.
+        """Have the feed go on from a state.
 
         Raises:
             StateMismatchError: if the state is of something else.

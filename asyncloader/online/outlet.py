@@ -48,7 +48,6 @@ class Outlet(Intake):
         self._reader: Callable[[], Any] = nobody
         self._runs_begun = self._first = 0
         self._given: Callable[[], int] = int  # how many of the reader's batches, from the first one on
-        self.ends_at_once = False
         self._ranks = None if num_replicas is None else Ranks(num_replicas)
         self._step_timeout = step_timeout
         self._parts: dict[int, list[list[Unit]]] = {}  # of the steps of this run, by rank
@@ -96,7 +95,7 @@ class Outlet(Intake):
         a batch. So it must not wait then, and an update of the version in between must not take the answer back.
         """
         with Change(self):
-            if self._reader() is not reader or self.ends_at_once or self._ledger.can_answer(reader.number):
+            if self._reader() is not reader or self._ledger.can_answer(reader.number):
                 return True
             self._tells.append(tell)
             return False
@@ -111,9 +110,6 @@ class Outlet(Intake):
         """
 
         def attempt() -> list[SampleKey] | None:
-            if self.ends_at_once:
-                self.ends_at_once = False
-                return []
             batch = self._batch(reader, reader.number)
             return None if batch is None else keys_of(batch)
 
@@ -171,7 +167,7 @@ class Outlet(Intake):
             self._wake_ranks()
             if (run := self._ranks.run) is not before and run is not None:
                 self._begin(run, _given_by(run))
-                self._parts, self._is_run_over, self.ends_at_once = {}, self.ends_at_once, False
+                self._parts, self._is_run_over = {}, False
         number: int = await self._until(lambda: self._has_begun(seat), self._beginners, in_turn=False)
         return number
 

@@ -205,8 +205,8 @@ class RankFeed(SuppliesKeys[T]):
         found: dict[str, Any] = self._handle.ask("rank_state", self.rank, *where)
         return found
 
-    def preload(self, state: dict[str, Any]) -> None:
-        """Go on from a state of a loader, which all ranks have to do.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, which all ranks have to do.
 
         Raises:
             StateMismatchError: if the state is of something else.

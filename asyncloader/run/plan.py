@@ -418,6 +418,13 @@ def own_state(index_sampler: Any) -> Frozen | None:
         return None
 
 
+def since_preload(index_sampler: Any, states: Any) -> Any:
+    """Return states that were written down and preloaded, with keys that have arrived since then."""
+    sampler = stateful_sampler(index_sampler)
+    has_more = probe(sampler, "keys_arrive") is True and callable(probe(sampler, "preload"))
+    return written(index_sampler, own_state(index_sampler)) if has_more and states is not None else states
+
+
 def written(index_sampler: Any, states: Frozen | None) -> Any:
     """Write states of a sampler and its iterator down, with what was changed in the sampler since they were taken."""
     sampler = stateful_sampler(index_sampler)

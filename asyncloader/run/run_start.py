@@ -251,9 +251,10 @@ def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: i
     load_samplers(index_sampler, states, ())
     with Drawing():
         keys = iter(index_sampler)
-    plan = Plan(index_sampler, keys, Progress(), Pace())
-    plan.resume(states, drawn)
-    next(plan, None)
+    if not hasattr(keys, "follow"):  # such an iterator goes on where consumers are, and waits for what comes
+        plan = Plan(index_sampler, keys, Progress(), Pace())
+        plan.resume(states, drawn)
+        next(plan, None)
     when_loaded = runs.set_epochs.when_loaded
     for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, when_loaded, strict=False):
         if epoch is not None and epoch != loaded:

@@ -17,7 +17,7 @@ from asyncloader.observe.traffic import Traffic
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs
 from asyncloader.run.exclusions import Exclusions
-from asyncloader.run.plan import left_after
+from asyncloader.run.plan import left_after, since_preload
 from asyncloader.run.set_epochs import SetEpochs
 
 _HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
@@ -77,7 +77,7 @@ class Runs:
             options: Makes what a first run would be made with; that takes as long as all the rest.
         """
         if (state := self.begins_from) is not None:
-            return state
+            return {**state, "samplers": since_preload(options().index_sampler, state["samplers"])}
         if self.latest is None:
             return initial_state(options(), self.begun, self.exclusions.state())
         return self.latest.state_dict()

@@ -728,6 +728,46 @@ def test_a_state_has_what_was_put_since() -> None:
         assert [batch.tolist() for batch in resumed] == values
 
 
+@pytest.mark.parametrize("options", WORKERS)
+def test_a_state_before_the_first_batch_after_a_resume(options: dict[str, Any]) -> None:
+    """It has what was put since the state was loaded."""
+    feed = Feed(batch_size=2, max_samples=8)
+    loader = DataLoader(feed, **options)
+    feed.put_nowait(0)
+    loader.load_state_dict(loader.state_dict())
+    for n in range(1, 4):
+        feed.put_nowait(n)
+    states = [loader.state_dict(), loader.state_dict()]
+    assert torch.cat([next(batches) for batches in [iter(loader)] for _ in range(2)]).tolist() == [0, 1, 2, 3]
+    for state in states:
+        other = Feed(batch_size=2, max_samples=8)
+        resumed = DataLoader(other, **options)
+        resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
+        other.close()
+        assert torch.cat(list(resumed)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_a_feed_that_was_closed_early_goes_on(options: dict[str, Any]) -> None:
+    """From a state after its last batch, or after its loop: the source was not at its end."""
+    feed = Feed(range(6), batch_size=2, max_samples=6)
+    fill(feed, 4)
+    feed.close("the machine is needed")
+    loader = DataLoader(feed, **options)
+    batches = iter(loader)
+    found, states = [next(batches).tolist(), next(batches).tolist()], [loader.state_dict()]
+    assert list(batches) == []
+    states.append(loader.state_dict())
+    assert found == [[0, 1], [2, 3]]
+    for state in states:
+        again = Feed(range(6), batch_size=2, max_samples=6)
+        resumed = DataLoader(again, **options)
+        resumed.load_state_dict(state)
+        fill(again, 2)
+        again.close()
+        assert [batch.tolist() for batch in resumed] == [[4, 5]]
+
+
 def test_the_state_of_the_feed_alone() -> None:
     """For whoever saves it beside the loader's; with the version, and a source that has a state."""
 
