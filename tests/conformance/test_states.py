@@ -19,8 +19,16 @@ pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:'set_vi
 LENGTH = 20
 
 
+class OnCPU(DataLoader[Any]):
+    """Ours, whose batches go through all that a device takes, and stay."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"device": "cpu", "device_transform": lambda batch: batch, **options})
+
+
 @pytest.fixture(
-    params=[pytest.param(StatefulDataLoader, marks=pytest.mark.slow), DataLoader], ids=["torchdata", "ours"]
+    params=[pytest.param(StatefulDataLoader, marks=pytest.mark.slow), DataLoader, OnCPU],
+    ids=["torchdata", "ours", "ours to a device"],
 )
 def loader_class(request: pytest.FixtureRequest) -> Any:
     """torchdata's loader and ours."""

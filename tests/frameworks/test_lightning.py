@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,15 @@ from tests.frameworks.witness import Line, Sample, Stream, assert_made_by_us, in
 
 # Options of ours that are not at their defaults, and so are lost if they are not handed on.
 OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "max_buffered_bytes": 0, "max_retries": 5}
+
+
+def unchanged(batch: Any) -> Any:
+    """A transform that changes nothing."""
+    return batch
+
+
+ON_CPU: dict[str, Any] = {"device": "cpu", "device_prefetch": 2, "device_transform": unchanged}
+"""Batches go through all that a device takes, and stay."""
 
 MakeTrainer = Callable[..., lightning.Trainer]
 
@@ -46,14 +55,15 @@ class WithKeywords(DataLoader[Sample]):
         self.tag = tag
 
 
-def options_of(loader: Any) -> dict[str, Any]:
-    return {name: getattr(loader, name) for name in OPTIONS}
+def options_of(loader: Any, names: Iterable[str] = OPTIONS) -> dict[str, Any]:
+    return {name: getattr(loader, name) for name in names}
 
 
-def test_fit_and_validate_iterate_over_our_loader(make_trainer: MakeTrainer) -> None:
+@pytest.mark.parametrize("device", [{}, ON_CPU], ids=["", "device"])
+def test_fit_and_validate_iterate_over_our_loader(make_trainer: MakeTrainer, device: dict[str, Any]) -> None:
     """Two epochs train on every sample once, shuffled, between them validation; all of it made by our workers."""
-    train = DataLoader(Line(40), batch_size=4, shuffle=True, num_workers=2, **OPTIONS)
-    validate = DataLoader(Line(12), batch_size=4, num_workers=2)
+    train = DataLoader(Line(40), batch_size=4, shuffle=True, num_workers=2, **OPTIONS, **device)
+    validate = DataLoader(Line(12), batch_size=4, num_workers=2, **device)
     model = LineModel()
     trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0)
     trainer.fit(model, train, validate)
@@ -68,16 +78,18 @@ def test_fit_and_validate_iterate_over_our_loader(make_trainer: MakeTrainer) -> 
     assert trainer.validate(model, validate, verbose=False)[0]["loss"] < 10
 
 
-def test_predict_makes_our_loader_anew_with_all_its_options(make_trainer: MakeTrainer) -> None:
+@pytest.mark.parametrize("device", [{}, ON_CPU], ids=["", "device"])
+def test_predict_makes_our_loader_anew_with_all_its_options(make_trainer: MakeTrainer, device: dict[str, Any]) -> None:
     """Predict builds another loader from the attributes of the one it is given: of our class, with our options."""
-    given = DataLoader(Line(20), batch_size=4, num_workers=2, **OPTIONS)
+    options = {**OPTIONS, **device}
+    given = DataLoader(Line(20), batch_size=4, num_workers=2, **options)
     trainer = make_trainer()
     predicted = trainer.predict(LineModel(), given)
 
     used = trainer.predict_dataloaders
     assert used is not given
     assert type(used) is DataLoader
-    assert options_of(used) == OPTIONS
+    assert options_of(used, options) == options
     assert indices(predicted) == list(range(20))
     assert_made_by_us(predicted, num_workers=2)
 
