@@ -455,7 +455,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._loader_options().check_num_workers(num_workers)
         self.num_workers, self.max_workers = num_workers, None
         self._runs.number_is_set()
-        if (iterator := self._newest()) is not None:
+        if (iterator := self._begun()) is not None:
             iterator.set_num_workers(num_workers)
 
     def _note_num_workers(self, num_workers: int) -> None:
@@ -523,10 +523,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def close(self) -> None:
         """Close the newest iterator and wait until its workers are gone, 3 s at most. The timeline is written."""
-        if (iterator := self._newest()) is not None:
+        if (iterator := self._begun()) is not None:
             iterator.close()
         if (meter := self._runs.meter) is not None:
             meter.write_trace()
+
+    def _begun(self) -> Any:
+        """Return the newest iterator, or the one with the persistent workers, if that around it is gone already."""
+        if (iterator := self._newest()) is not None:
+            return iterator
+        kept: Any = self._iterator  # of torch's class, if a subclass makes that
+        return kept if kept is not None and isinstance(kept, _import_iterators()[1]) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_newest": _nothing, "_runs": copy.copy(self._runs)}

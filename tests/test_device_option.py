@@ -376,6 +376,20 @@ def test_epochs_of_persistent_workers(device: SimulatedDevice) -> None:
     device.run()
 
 
+def test_a_loader_whose_epoch_is_over_reaches_its_persistent_workers(device: SimulatedDevice) -> None:
+    """Their number changes, and `close` ends them, though the iterator over batches on the device is gone."""
+    loader = make(device=device, num_workers=2, persistent_workers=True)
+    batches = iter(loader)
+    processes = list(inside.workers(batches))
+    assert collect(batches, device) == ALL
+    del batches
+    loader.set_num_workers(1)
+    assert collect(loader, device) == ALL
+    assert loader.stats().num_workers == 1
+    loader.close()
+    assert not any(process.is_alive() for process in processes)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_iterator_that_is_dropped_ends_by_that_alone(device: SimulatedDevice, num_workers: int) -> None:
     """Its workers go, and copies that are under way keep what they read: see `device`, which looks for that."""
