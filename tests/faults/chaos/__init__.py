@@ -18,8 +18,9 @@ delayed         whoever sends or reads a message is held up now and then        
 
 Nothing hangs in any of them, and no child, thread, descriptor, memfd, mapping or segment of shared memory is left.
 
-``sampling`` (which samplers, drawing when and from what), ``generators`` (the trainer's) and ``chaotic`` (datasets to
-which something happens) are dimensions that several properties share. A dimension of one property is in its module.
+``sampling`` (which samplers, drawing when and from what), ``generators`` (the trainer's), ``chaotic`` (datasets to
+which something happens) and ``on_device`` (batches that go to a simulated device) are dimensions that several
+properties share. A dimension of one property is in its module.
 """
 
 from tests.faults.chaos.soak import PROPERTIES, draw, seed_of_the_clock, soak

@@ -30,6 +30,7 @@ from asyncloader.engine import slices
 from tests import inside
 from tests.faults.chaos.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
 from tests.faults.chaos.left import nothing_left
+from tests.faults.chaos.on_device import Device, Reading
 from tests.faults.datasets import DEATHS
 
 TIMEOUT_S = 0.5
@@ -55,6 +56,7 @@ class Plan:
     place: str = "process"
     cancels: frozenset[int] = frozenset()  # after how many batches the consumer asks for one, and is cancelled
     crews: dict[int, int] = dataclasses.field(default_factory=dict)  # after how many batches there are how many workers
+    device: Device | None = None
 
     @classmethod
     def draw(cls, seed: int, place: str | None = None) -> Plan:
@@ -74,7 +76,8 @@ class Plan:
                 plan.loader.update(num_workers="auto", max_workers=chance.randint(1, 4))
         if plan.kind == "map" and (place or where) != "here" and chance.random() < 0.3:
             plan.loader.update(scheduling="split", seeding="sample")
-        return dataclasses.replace(plan, cancels=frozenset(cancels), crews=crews)._moved(place or where)
+        more: dict[str, Any] = {"cancels": frozenset(cancels), "crews": crews, "device": Device.draw(seed)}
+        return dataclasses.replace(plan, **more)._moved(place or where)
 
     def _moved(self, place: str) -> Plan:
         """Return the run with its workers in another place, and those of its faults that can happen there."""
@@ -156,6 +159,7 @@ class Plan:
         if self.place == "process":
             loader["multiprocessing_context"] = "fork"
         quiet: dict[str, Any] = {"own": {}, "outer": {}, "breaks": None, "cancels": frozenset(), "crews": {}}
+        quiet["device"] = None
         return dataclasses.replace(self, loader=loader, face="for", **quiet)
 
     def check(self) -> list[str]:
@@ -181,6 +185,7 @@ class Plan:
         return {
             "asked and cancelled": bool(self.cancels),
             f"place: {self.place}": self.place != "process",
+            "batches go to a device": self.device is not None,
             "workers come and go": bool(self.crews),
             "workers are renewed": loader.get("max_tasks_per_child") is not None,
             "batches are divided": loader["scheduling"] == "split",
@@ -253,7 +258,8 @@ def play(plan: Plan, folder: Path) -> list[list[Any]]:
     """Run two epochs; return for each the batches and, in the place of one, the error."""
     torch.manual_seed(plan.seed)
     gate.clear()
-    loader: DataLoader[Any] = DataLoader(make_dataset(plan, folder), **plan.loader)
+    reading = Reading(plan.device, digest)
+    loader: DataLoader[Any] = DataLoader(make_dataset(plan, folder), **plan.loader, **reading.options)
     disturber = Disturber(plan, folder)
     epochs: list[list[Any]] = []
     try:
@@ -263,16 +269,16 @@ def play(plan: Plan, folder: Path) -> list[list[Any]]:
             leave = plan.breaks if number == 0 else None
             with contextlib.suppress(Left, asyncio.CancelledError):
                 if plan.face == "for":
-                    _play_for(loader, seen, disturber, leave)
+                    _play_for(loader, seen, reading, disturber, leave)
                 else:
-                    asyncio.run(_play_async_for(loader, seen, disturber, leave, plan.cancels))
+                    asyncio.run(_play_async_for(loader, seen, reading, disturber, leave, plan.cancels))
             if leave is not None:  # what asyncio.run raises is a circle with its frame, in which the iterator is
                 gc.collect()
     finally:
         disturber.close()
         loader.close()
         gate.set()
-    return epochs
+    return [reading.read(seen) for seen in epochs]
 
 
 def make_dataset(plan: Plan, folder: Path) -> Any:
@@ -283,11 +289,13 @@ def make_dataset(plan: Plan, folder: Path) -> Any:
     return STREAMS[plan.kind](dataset) if plan.kind in STREAMS else dataset
 
 
-def _play_for(loader: DataLoader[Any], seen: list[Any], disturber: Disturber, leave: tuple[int, str] | None) -> None:
+def _play_for(
+    loader: DataLoader[Any], seen: list[Any], reading: Reading, disturber: Disturber, leave: tuple[int, str] | None
+) -> None:
     iterator = iter(loader)
     for count in itertools.count(1):
         try:
-            seen.append(digest(next(iterator)))
+            seen.append(reading.note(next(iterator)))
         except StopIteration:
             return
         except Bad as error:
@@ -301,6 +309,7 @@ def _play_for(loader: DataLoader[Any], seen: list[Any], disturber: Disturber, le
 async def _play_async_for(
     loader: DataLoader[Any],
     seen: list[Any],
+    reading: Reading,
     disturber: Disturber,
     leave: tuple[int, str] | None,
     cancels: frozenset[int],
@@ -309,7 +318,7 @@ async def _play_async_for(
     for count in itertools.count(1):
         try:
             asked = await _ask_and_be_cancelled(iterator) if count in cancels else None
-            seen.append(digest(await (asked or anext(iterator))))
+            seen.append(reading.note(await (asked or anext(iterator))))
         except StopAsyncIteration:
             return
         except Bad as error:

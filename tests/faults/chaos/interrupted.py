@@ -27,6 +27,7 @@ from asyncloader import DataLoader, LoaderClosedError
 from tests import generators
 from tests.faults.chaos.chaotic import AsyncDrawing, Drawing
 from tests.faults.chaos.left import nothing_left
+from tests.faults.chaos.on_device import Device, Reading
 from tests.faults.chaos.resumed import PLACES, Crew
 from tests.faults.chaos.sampling import BY_NAME, Sampling, Size
 from tests.faults.test_interrupts_everywhere import CtrlC
@@ -89,6 +90,7 @@ class Plan:
         interrupts: What hits the consumer.
         resumes_in: Where the rest is read from a saved state: "this process" or "a fresh process".
         face: "for" or "async for".
+        device: Where the batches go that are interrupted.
     """
 
     seed: int
@@ -99,6 +101,7 @@ class Plan:
     interrupts: Interrupts
     resumes_in: str
     face: str
+    device: Device | None
 
     @classmethod
     def draw(cls, seed: int, place: str | None = None) -> Plan:
@@ -118,13 +121,15 @@ class Plan:
             interrupts=interrupts,
             resumes_in=chance.choice(["this process"] * 15 + ["a fresh process"]),
             face="for" if interrupts.by == "the clock" else chance.choice(["for", "async for"]),
+            device=None if interrupts.by == "the clock" else Device.draw(seed),  # which would hit the simulated device
         )
 
-    def make(self, folder: Path) -> DataLoader[Any]:
+    def make(self, folder: Path, **more: Any) -> DataLoader[Any]:
         """Make the loader."""
         kind = AsyncDrawing if self.is_async else Drawing
         dataset = kind(self.size.length, "sample_rng", {}, folder)
-        return DataLoader(dataset, **self.sampling.make(self.size, None), **self.crew.options, seeding="sample")
+        options = {**self.sampling.make(self.size, None), **self.crew.options, **more}
+        return DataLoader(dataset, **options, seeding="sample")
 
     def check(self) -> list[str]:
         """Play the run; return how often it was interrupted and what was done then.
@@ -135,7 +140,8 @@ class Plan:
         with tempfile.TemporaryDirectory(prefix="chaos-") as name, nothing_left():
             folder = Path(name)
             whole = self._read(self.make(folder))
-            consumer = Consumer(self.make(folder), self.interrupts, whole, self.face)
+            reading = Reading(self.device, digest)
+            consumer = Consumer(self.make(folder, **reading.options), self.interrupts, whole, self.face, reading)
             consumer.read()
             for saved in consumer.chosen(2):
                 if self.resumes_in == "this process":
@@ -151,6 +157,7 @@ class Plan:
             *["interrupted"] * consumer.hits,
             f"interrupts: {self.interrupts.raises.__name__}, {self.interrupts.by}",
             f"place: {self.crew.place}",
+            *["batches go to a device"] * (self.device is not None),
             *[f"resumed in {self.resumes_in}"] * min(2, len(consumer.saved)),
         ]
 
@@ -186,12 +193,16 @@ class Consumer:
         interrupts: What hits it.
         whole: The epochs as they are without interrupts.
         face: "for" or "async for".
+        reading: Has the device that the batches go to.
     """
 
-    def __init__(self, loader: DataLoader[Any], interrupts: Interrupts, whole: list[list[Any]], face: str) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], interrupts: Interrupts, whole: list[list[Any]], face: str, reading: Reading
+    ) -> None:
         self._loader = loader
         self._interrupts = interrupts
         self._whole = whole
+        self._reading = reading
         self._chance = random.Random(interrupts.seed)
         self._epoch = 0
         self._got: list[Any] = []
@@ -209,6 +220,7 @@ class Consumer:
         try:
             for self._epoch in range(EPOCHS):
                 self._read_epoch()
+                self._reading.settle()
                 got, wanted = [digest(batch) for batch in self._got], self._whole[self._epoch]
                 assert got == wanted, f"epoch {self._epoch}, interrupted {self.hits} times: {difference(got, wanted)}"
         finally:
