@@ -237,17 +237,17 @@ class _Connection:
         self._leases.pop(lease, None)
 
     def _put_now(
-        self, feed: ServesHandles, samples: Any, version: int | None, cost: float | None, first: float
+        self, feed: ServesHandles, samples: Any, made: tuple[int, bool], cost: float | None, priority: float
     ) -> None:
-        feed.put_nowait(samples, version=version, cost=cost, priority=first)
+        feed.put_nowait(samples, version=_version(feed, *made), cost=cost, priority=priority)
 
     async def _put(
-        self, feed: ServesHandles, samples: Any, version: int | None, cost: float | None, priority: float
+        self, feed: ServesHandles, samples: Any, made: tuple[int, bool], cost: float | None, priority: float
     ) -> None:
-        await feed.put(samples, version=version, cost=cost, priority=priority)
+        await feed.put(samples, version=_version(feed, *made), cost=cost, priority=priority)
 
-    async def _put_many(self, feed: ServesHandles, many: list[Any], version: int | None) -> None:
-        await feed.put_many(many, version=version)
+    async def _put_many(self, feed: ServesHandles, many: list[Any], made: tuple[int, bool]) -> None:
+        await feed.put_many(many, version=_version(feed, *made))
 
     async def _lease(self, feed: ServesHandles) -> Leased:
         taken: list[Leased] = []
@@ -303,3 +303,8 @@ class _Connection:
         async with self._sending:
             for part in parts:
                 await asyncio.get_running_loop().sock_sendall(self._sock, part)
+
+
+def _version(feed: ServesHandles, version: int, is_default: bool) -> int:
+    """Return the version of samples. A state that was loaded may have taken that back which the handle knows."""
+    return min(version, feed.version) if is_default else version

@@ -280,8 +280,9 @@ class FeedHandle:
         with suppress(FeedClosedError):
             self._send("give_back", (lease, failed))
 
-    def _made_with(self, version: int | None) -> int:
-        return self.version if version is None else version
+    def _made_with(self, version: int | None) -> tuple[int, bool]:
+        """Return the version of samples, and whether that is what this process knows, not what the caller says."""
+        return (self.version, True) if version is None else (version, False)
 
     # What ranks call.
 

@@ -127,6 +127,23 @@ def test_a_source_that_raises() -> None:
     handle.close()
 
 
+async def test_a_state_takes_back_the_version_that_a_handle_knows() -> None:
+    """A sample is never newer than the weights; one that is said to be is refused."""
+    feed = Feed(batch_size=1, max_samples=8, fn=lambda sample: sample.version)
+    state, handle = feed.state_dict(), feed.handle()
+    feed.version = 5
+    assert handle.version == 5
+    feed.load_state_dict(state)
+    await handle.put("a")
+    feed.version = 1  # which the handle knows by the next answer
+    await handle.put_many(["b", "c"])
+    with pytest.raises(ValueError, match="an integer from 0 to that of the feed, 1, but got 5"):
+        await handle.put("d", version=5)
+    feed.close()
+    assert torch.cat(list(DataLoader(feed))).tolist() == [0, 0, 0]
+    handle.close()
+
+
 def serve_until_killed(pipe: Any) -> None:
     """Be the trainer's process."""
     feed = Feed(range(3), batch_size=1, max_samples=1)
@@ -399,7 +416,7 @@ def test_an_interrupt_in_the_middle_of_a_message() -> None:
         return waiting[0] > 50_000
 
     with feed._lock:  # the feed answers nothing
-        other = handle._send("put", ("lost", 0, None, 0.0))
+        other = handle._send("put", ("lost", (0, False), None, 0.0))
         with interrupted_when(is_full):
             handle.put_sync(bytes(16 << 20))
         with pytest.raises(FeedClosedError, match="the connection to the feed was lost") as caught:
