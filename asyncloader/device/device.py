@@ -62,7 +62,8 @@ class _Underway:
         batch: Is copied.
 
     Attributes:
-        memory: What they read; also tensors that an object of the batch lets go of, which moves itself in place.
+        memory: What they read. An object of the batch that moves itself may let go of its tensors, or have them refer
+            to other memory (``tensor.data = ...``).
         mark: Behind the last of them. None while there may be more, or if an interrupt has come before the mark.
         thread: Has asked for them.
     """
@@ -70,7 +71,8 @@ class _Underway:
     __slots__ = ("mark", "memory", "thread")
 
     def __init__(self, batch: Any) -> None:
-        self.memory = (batch, *tensors_in(batch))
+        tensors = [*tensors_in(batch, opens=True)]
+        self.memory = batch, tensors, [each.detach() for each in tensors]
         self.mark: Mark | None = None
         self.thread = threading.get_ident()
 

@@ -148,12 +148,13 @@ def _name(kind: type) -> str:
 # ---------------------------------------------------------------------------------------------- what there is to find
 
 
-def tensors_in(data: Any, kind: str | None = None) -> Iterator[Any]:
+def tensors_in(data: Any, kind: str | None = None, *, opens: bool = False) -> Iterator[Any]:
     """Yield the tensors in data, also in attributes of objects, and objects that have ``record_stream`` themselves.
 
     Args:
         data: A batch, or whatever a transform has made of it.
         kind: Yield only tensors on this kind of device.
+        opens: Yield the tensors in objects that have ``record_stream``, in place of these objects.
     """
     seen: set[int] = set()
     left = [data]
@@ -164,7 +165,7 @@ def tensors_in(data: Any, kind: str | None = None) -> Iterator[Any]:
         seen.add(id(data))
         if isinstance(data, torch.Tensor):
             yield from (part for part in _dense_parts(data) if kind is None or part.device.type == kind)
-        elif callable(getattr(type(data), "record_stream", None)):
+        elif not opens and callable(getattr(type(data), "record_stream", None)):
             yield data
         elif isinstance(data, Mapping):
             left += data.values()

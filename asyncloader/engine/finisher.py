@@ -102,7 +102,7 @@ class Finisher:
 
 
 def _addresses(data: Any) -> list[int]:
-    return [each.data_ptr() for each in tensors_in(data, "cpu") if isinstance(each, torch.Tensor)]
+    return [each.data_ptr() for each in tensors_in(data, "cpu", opens=True)]
 
 
 def _pinned(data: Any, device: Device) -> Any:

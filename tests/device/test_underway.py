@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.device.simulated import SimulatedDevice, SimulatedMark
 from tests.faults.test_interrupts_everywhere import CtrlC, RealCtrlC
+
+
+@pytest.fixture(autouse=True)
+def sigint_raises() -> Iterator[None]:
+    """Have SIGINT raise KeyboardInterrupt, also in a program that a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class LooksTwice(SimulatedDevice):
@@ -87,28 +98,43 @@ def test_an_interrupt_while_a_batch_is_sent(kind: type[CtrlC]) -> None:
 class MovesInPlace:
     """Data that are somewhere else after `to`, as those of PyTorch Geometric."""
 
-    def __init__(self) -> None:
-        self.x = torch.arange(3.0)
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device, self.x = device, torch.arange(3.0)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> MovesInPlace:
-        self.x = moves_with.copy(self.x)
+        self.x = self.device.copy(self.x)
         return self
 
 
-moves_with: Any = None
+class Notes(MovesInPlace):
+    """Such data that have their tensors noted themselves."""
+
+    def record_stream(self, stream: Any) -> None:
+        self.device.note_use(self.x)
 
 
-def test_an_object_that_moves_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+class Assigns(MovesInPlace):
+    """Data whose tensors refer to other memory then, as the parameters of a module do."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> MovesInPlace:
+        self.x.data = self.device.copy(self.x)
+        return self
+
+
+@pytest.mark.parametrize("kind", [MovesInPlace, Notes, Assigns])
+def test_an_object_that_moves_in_place(kind: type[MovesInPlace]) -> None:
     """What it lets go of is kept until it is copied."""
     device = SimulatedDevice()
-    monkeypatch.setitem(globals(), "moves_with", device)
-    seen: list[Any] = []
-    batch, mark = device.send({"graph": MovesInPlace()})
-    device.hand_over(batch, mark)
-    device.step(batch, lambda tensors: seen.append(tensors[0].tolist()))
+    batch = {"graph": kind(device)}
+    memory = StorageWeakRef(batch["graph"].x.untyped_storage())
+    device.send(batch)
+    del batch
     gc.collect()
+    assert not memory.expired()
     device.run()
-    assert (device.faults, seen) == ([], [[0.0, 1.0, 2.0]])
+    device.finish()
+    assert device.faults == []
+    assert memory.expired()
 
 
 def test_a_change_that_sends_a_batch_itself() -> None:
