@@ -14,6 +14,7 @@ stream is noted with it (``record_stream``), so that it is used again only after
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import deque
@@ -53,6 +54,7 @@ class _Passed:
 
 PASSED = _Passed()
 _PORTABLE = 1  # cudaHostRegisterPortable
+log = logging.getLogger(__name__)
 
 
 class _Underway:
@@ -245,8 +247,12 @@ class StreamDevice(Device):
         return self._cudart("cudaHostUnregister", address)
 
     def _cudart(self, name: str, *arguments: int) -> bool:
-        with self._torch.device(self.device):  # the thread may have no device yet
-            return int(getattr(self._torch.cudart(), name)(*arguments)) == 0
+        try:
+            with self._torch.device(self.device):  # the thread may have no device yet
+                return int(getattr(self._torch.cudart(), name)(*arguments)) == 0
+        except Exception:  # then it is done without
+            log.warning("%s has failed.", name, exc_info=True)
+            return False
 
     @cached_property
     def _torch(self) -> Any:
