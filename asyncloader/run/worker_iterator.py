@@ -207,12 +207,12 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _make_session(self, run: Run) -> Session:
         spec, tell = self._worker_spec(), while_alive(self.note_number, None)
-        make_finisher = partial(self._make_finisher, self._find_lock())
-        return workplace.make_session(self._options, self._runs, spec, run, self._home, make_finisher, tell)
+        self._lock = self._find_lock()  # which may raise, before anything is prepared for workers
+        return workplace.make_session(self._options, self._runs, spec, run, self._home, self._make_finisher, tell)
 
-    def _make_finisher(self, lock: Callable[[list[int]], object] | None, loop: GuardedLoop) -> Finisher | None:
+    def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
         is_needed = self._pinner is not None or self._options.splits
-        return Finisher(loop, self._pinner, lock) if is_needed else None
+        return Finisher(loop, self._pinner, self._lock) if is_needed else None
 
     def _find_lock(self) -> Callable[[list[int]], object] | None:
         """Return what locks slabs for the device that batches are sent to: they are used again when it has copied."""
