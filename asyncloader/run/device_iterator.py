@@ -322,6 +322,33 @@ def _on_its_way(device: Device, item: Item, change: Change | None, *, joins: boo
     return item._replace(outcome=item.outcome._replace(data=data)), mark
 
 
+class _Steps:
+    """What a consumer has asked of a device: the stretches between its calls, of which the last ones may be undone.
+
+    Args:
+        device: Does them.
+        most: So many.
+    """
+
+    def __init__(self, device: Device, most: int) -> None:
+        self._device = device
+        self._most = most
+        self._begun: deque[Mark] = deque()  # behind what was asked of the device before each call
+
+    def come(self) -> None:
+        """Note that the consumer comes, and wait until all but its last steps are done."""
+        self._begun.append(self._device.mark())
+        while len(self._begun) > self._most:
+            self._begun.popleft().synchronize()
+
+    async def come_async(self) -> None:
+        """Do so without blocking the loop."""
+        self._begun.append(self._device.mark())
+        while len(self._begun) > self._most:
+            if not (step := self._begun.popleft()).query():
+                await asyncio.to_thread(step.synchronize)
+
+
 class Delivery:
     """Brings batches to a device one by one, when they are given: for ranks in equal steps.
 
@@ -341,26 +368,18 @@ class Delivery:
         self._device = device
         self._transform = transform
         self._pid = os.getpid()
-        self._steps: deque[Mark] = deque()  # as of `DeviceIterator`
+        self._steps = _Steps(device, 1)
         self._joins = True
 
     def come(self) -> None:
         """Note that a consumer comes, and wait until all but its last step are done."""
-        self._note()
-        while len(self._steps) > 1:
-            step = self._steps.popleft()
-            step.synchronize()
+        check_owner(self._pid)
+        self._steps.come()
 
     async def come_async(self) -> None:
         """Do so without blocking the loop."""
-        self._note()
-        while len(self._steps) > 1:
-            if not (step := self._steps.popleft()).query():
-                await asyncio.to_thread(step.synchronize)
-
-    def _note(self) -> None:
         check_owner(self._pid)
-        self._steps.append(self._device.mark())
+        await self._steps.come_async()
 
     def __call__(self, item: Item) -> Item:
         """Return a batch on the device, which the current stream may use, or what is raised in its place."""
@@ -403,16 +422,15 @@ class DeviceIterator(ClosableIterator):
         """Begin a run: what was sent of another one is nobody's."""
         self._begun = self._source.run
         self._held: tuple[_Sent, ...] = ()
-        self._steps: deque[Mark] = deque()  # behind what was asked of the device before each call of the consumer
+        self._steps = _Steps(self._device, 1 + self._depth)
         self._joins = True  # what the trainer has on the device before the run is there when a transform uses it
         self._change = _by_number(self._transform, self._source.key, self._device)
 
     # ----------------------------------------------------------------------------------------------------- iterating
 
     def __next__(self) -> Any:
-        self._come()
-        while len(self._steps) > 1 + self._depth:
-            self._steps.popleft().synchronize()
+        self._check_run()
+        self._steps.come()
         while True:
             if not self._held:
                 try:
@@ -440,10 +458,8 @@ class DeviceIterator(ClosableIterator):
 
     async def __anext__(self) -> Any:
         await self._source.let_the_loop_turn()
-        self._come()
-        while len(self._steps) > 1 + self._depth:
-            if not (step := self._steps.popleft()).query():
-                await asyncio.to_thread(step.synchronize)
+        self._check_run()
+        await self._steps.come_async()
         while True:
             if not self._held:
                 try:
@@ -468,12 +484,11 @@ class DeviceIterator(ClosableIterator):
                 finally:
                     del error, before
 
-    def _come(self) -> None:
-        """Note that a consumer comes, and what it has asked of the device before."""
+    def _check_run(self) -> None:
+        """See that a consumer of this process comes, and begin anew if the iterator within has begun another run."""
         check_owner(self._pid)
         if self._source.run is not self._begun:
             self._begin()
-        self._steps.append(self._device.mark())
 
     def _open(self, sent: _Sent, *, in_async_for: bool = False) -> tuple[Any, BaseException | None]:
         """Have the consumer's stream wait for a batch. Whoever is interrupted here does it again."""
