@@ -9,6 +9,7 @@ import inspect
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import textwrap
@@ -278,3 +279,11 @@ def run(start: Callable[..., Program]) -> Callable[..., Program]:
         return program
 
     return whole
+
+
+@pytest.fixture
+def sigint_raises() -> Iterator[None]:
+    """Have SIGINT raise KeyboardInterrupt, also in a program that a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

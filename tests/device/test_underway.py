@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import signal
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.device.simulated import SimulatedDevice, SimulatedMark
 from tests.faults.test_interrupts_everywhere import CtrlC, RealCtrlC
 
-
-@pytest.fixture(autouse=True)
-def sigint_raises() -> Iterator[None]:
-    """Have SIGINT raise KeyboardInterrupt, also in a program that a shell has started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("sigint_raises")
 
 
 class LooksTwice(SimulatedDevice):

@@ -18,9 +18,12 @@ from asyncloader.online import Feed, FeedClosedError
 from tests.faults.test_interrupts_everywhere import NEVER, RealCtrlC
 from tests.patience import wait_until
 
-pytestmark = pytest.mark.skipif(
-    sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
-)
+pytestmark = [
+    pytest.mark.usefixtures("sigint_raises"),
+    pytest.mark.skipif(
+        sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
+    ),
+]
 
 ITEMS = 4
 
@@ -100,14 +103,6 @@ def stop_and_resume(feed: Feed[Any]) -> None:
 
 
 OPERATIONS = [lease, iterate, drop, retry, read, set_version, take_state, stop_and_resume, Feed.stats, Feed.handle]
-
-
-@pytest.fixture(autouse=True)
-def sigint_raises() -> Iterator[None]:
-    """Have SIGINT raise KeyboardInterrupt, also in a program that a shell has started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(params=[17, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every"])

@@ -287,13 +287,18 @@ def test_a_state_between_two_loops() -> None:
     handle.close()
 
 
-def test_a_rank_that_leaves_before_it_hears_that_a_run_has_begun() -> None:
-    """It goes on where the others do, which have heard of that, however often."""
-    feed = Feed(batch_size=1, num_replicas=2)
-    handle = feed.handle()
+def two_ranks() -> tuple[Feed[int], FeedHandle, list[Any]]:
+    """Make a feed of four samples for two ranks."""
+    feed: Feed[int] = Feed(batch_size=1, num_replicas=2)
     for n in range(4):
         feed.put_nowait(n)
-    ranks = [handle.for_rank(rank) for rank in range(2)]
+    handle = feed.handle()
+    return feed, handle, [handle.for_rank(rank) for rank in range(2)]
+
+
+def test_a_rank_that_leaves_before_it_hears_that_a_run_has_begun() -> None:
+    """It goes on where the others do, which have heard of that, however often."""
+    feed, handle, ranks = two_ranks()
     loaders = [DataLoader(rank) for rank in ranks]
     for _ in range(2):
         iterators = [iter(loader) for loader in loaders]
@@ -328,11 +333,7 @@ class Late(Future[int]):
 
 def test_a_step_that_comes_before_the_number_of_its_run() -> None:
     """The state is that after the step all the same."""
-    feed = Feed(batch_size=1, num_replicas=2)
-    handle = feed.handle()
-    for n in range(4):
-        feed.put_nowait(n)
-    ranks = [handle.for_rank(rank) for rank in range(2)]
+    feed, handle, ranks = two_ranks()
     loaders = [DataLoader(rank) for rank in ranks]
     iterators = [iter(loader) for loader in loaders]
     assert ranks[0]._begun is not None
