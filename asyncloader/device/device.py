@@ -29,6 +29,10 @@ from asyncloader.device.moving import copied_to, tensors_in
 from asyncloader.errors import ConfigurationError
 from asyncloader.threads import copied
 
+log = logging.getLogger(__name__)
+
+_PORTABLE = 1  # cudaHostRegisterPortable
+
 
 class Mark(Protocol):
     """A place in a stream. An event of torch's is one."""
@@ -53,15 +57,13 @@ class _Passed:
 
 
 PASSED = _Passed()
-_PORTABLE = 1  # cudaHostRegisterPortable
-log = logging.getLogger(__name__)
 
 
 class _Underway:
     """Copies of a batch that may not be done.
 
     Args:
-        batch: Is copied.
+        batch: Is copied; None where copies are done when the call returns.
 
     Attributes:
         memory: What they read. An object of the batch that moves itself may let go of its tensors, or have them refer
@@ -163,7 +165,7 @@ class Device:
             self._mark_interrupted()
             if joins:
                 self.wait(since)
-            underway = _Underway(batch)
+            underway = _Underway(batch if self.overlaps else None)
             if self.overlaps:
                 self._underway.append(underway)
             try:

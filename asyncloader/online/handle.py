@@ -328,12 +328,9 @@ class FeedHandle:
 
     def _connected(self) -> _Link:
         if self._process != generation():  # a thread that is not in this fork may have had the lock
-            self._lock, self._process = threading.Lock(), generation()
+            self._lock, self._link, self._process = threading.Lock(), None, generation()
         with self._lock:
             link = self._link
-            if link is not None and link.pid != os.getpid():
-                link.sock.close()  # this process's copy of it
-                link = None
             if link is None or link.is_torn:
                 link = self._link = _Link(self.address, self._secret)
                 weakref.finalize(self, link.close)
