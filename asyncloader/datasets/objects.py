@@ -78,9 +78,11 @@ class StoreSource(Source):
             options["range"] = {"offset": start} if stop is None else (start, stop)
         with _failures_told_apart(url):
             answer = await obstore.get_async(*self._place(url), options=options)
-            known = known.confirmed(Known(answer.meta["e_tag"], answer.meta["size"]), url)
+            said = Known(answer.meta["e_tag"], answer.meta["size"])
+            chunks = answer.stream(min_chunk_size=CHUNK_BYTES)  # obstore's threads may hold the answer until its next call
+            known = known.confirmed(said, url)
             yield b"", known
-            async for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
+            async for chunk in chunks:
                 start += len(chunk)
                 yield bytes(chunk), known
                 if start == known.size:  # what happens to the connection now does not matter; the rest would be a 416
