@@ -48,6 +48,19 @@ print(train(DataLoader(Numbers(), batch_size=4, num_workers=1)))
     assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
 
 
+def test_workers_killed_by_the_end_are_no_deaths(run: Run) -> None:
+    """The loop, which was kept from ending them, turns again and sees that they are gone: it has nobody to tell."""
+    main = """
+from asyncloader.backends.processes.process import kill_all
+iterator = iter(DataLoader(Slow(), batch_size=4, num_workers=2))
+next(iterator)
+kill_all()
+time.sleep(0.5)  # the loop turns
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.err) == (0, "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])

@@ -89,7 +89,7 @@ class WorkerProcess(Worker):
         self.overlaps = overlaps  # it has a loop of its own
         self._owner = owner
         self._closing = threading.Lock()  # held to close a descriptor, and to use one in another thread
-        self._unexpected_end = False
+        self._may_end = False  # its end is no death, whatever its state
         self._was_killed = False
         self._why_killed = ""
         self._descriptors: dict[str, int] = {}
@@ -218,7 +218,7 @@ class WorkerProcess(Worker):
                 "It closed its connections to the main process (does something close descriptors that it did not "
                 "open?), so it was killed."
             )
-        self.end(grace_s=0.0 if isinstance(error, BadFrame) else 1.0, expected=self.state is WorkerState.ENDING)
+        self.end(grace_s=0.0 if isinstance(error, BadFrame) else 1.0, expected=self._may_end)
 
     def _on_output(self) -> None:
         try:
@@ -254,7 +254,7 @@ class WorkerProcess(Worker):
                 self._loop.remove_reader(self._descriptors["pid"])
             self._loop.call_later(0.001, self._on_exit, tries + 1)
             return
-        expected = self.state is WorkerState.ENDING and not self._unexpected_end
+        expected = self._may_end
         self._on_output_rest()
         if not expected and self._was_killed:
             self.output += self._why_killed.encode()
@@ -297,7 +297,7 @@ class WorkerProcess(Worker):
         if self.state in (WorkerState.NEW, WorkerState.DEAD):
             return
         if self.state is WorkerState.RUNNING:
-            self._unexpected_end = not expected
+            self._may_end = expected
             self._move(WorkerState.ENDING)
             self.channel.send(Kind.END)
         if self._kill_timer is not None:
@@ -408,6 +408,7 @@ _parent_ends: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 def kill_all() -> None:
     """Kill all workers of this process. For who ends the interpreter, in any thread."""
     for worker in tuple(_parent_ends):
+        worker._may_end = True  # the loop, if it turns again, has nobody to tell
         worker.kill()
 
 
