@@ -79,7 +79,7 @@ class StoreSource(Source):
         with _failures_told_apart(url):
             answer = await obstore.get_async(*self._place(url), options=options)
             said = Known(answer.meta["e_tag"], answer.meta["size"])
-            chunks = answer.stream(min_chunk_size=CHUNK_BYTES)  # obstore's threads may hold the answer until its next call
+            chunks = answer.stream(min_chunk_size=CHUNK_BYTES)  # from here on: obstore's threads may hold the answer
             known = known.confirmed(said, url)
             yield b"", known
             async for chunk in chunks:
