@@ -192,7 +192,7 @@ def test_every_batch_comes_once_and_in_order(count: int, size: int, choices: lis
         if driver.sent and (choice > 3 or (choice == 3 and not coming)):
             driver.answer(min(driver.sent))
     assert seen == [*range(count)]
-    assert run.exhausted
+    assert run.all_taken
 
 
 class Hasty(Line):

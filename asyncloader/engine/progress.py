@@ -162,7 +162,7 @@ class Progress:
         lock: Held by whoever reads or takes, and by who makes a state of it. A handler of a signal may make one in the
             middle of that, in the same thread: so it can be taken again.
         counted: How far consumers are, and the calls that are not counted in this: in the order of their batches.
-        is_over: A consumer has been told that there is no more.
+        end_is_known: A consumer has been told that there is no more.
         is_broken: That is because of an error: the run has not come to its end.
         ends: By worker, the state of a stream after its end.
         follower: Called by a consumer that asks for its next batch.
@@ -198,7 +198,7 @@ class Progress:
         self._knows_places = knows_places
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
         self.samplers_before = SamplerState(None)
-        self.is_over = self.is_broken = False
+        self.end_is_known = self.is_broken = False
         self.follower: Callable[[], object] = bool  # nobody follows
         self.ends: dict[int, Frozen] = {}
         self.in_order = in_order
@@ -214,8 +214,8 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """Whether everything was taken."""
-        return self.is_over and not self.folded()[1]
+        """Whether everything was taken, and a consumer knows it."""
+        return self.end_is_known and not self.is_broken and not self.folded()[1]
 
     def begin_after(self, samplers: SamplerState) -> None:
         """Note where samplers were before the run."""

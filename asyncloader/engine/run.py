@@ -54,7 +54,7 @@ class Run:
         inbox: Keys that were read, for the loop thread.
         plan_ended: The sampler has no more keys behind these.
         handoff: Items that consumers can take.
-        exhausted: Everything was taken, and a consumer knows it: what `close` drops was not taken.
+        all_taken: And whoever takes was told so: what `close` drops was not taken.
         ended: Everything that was planned has been handed over. Written by the loop thread, as all that follows.
         closed: No more batches are made.
         error: Why no more are made, if that is no consumer's wish.
@@ -86,7 +86,7 @@ class Run:
         self.begin_at(epoch.starts or {})
         self.taking = Taking(progress, limit)
         self.handoff = self.taking.handoff
-        self.ended = self.closed = self.exhausted = False
+        self.ended = self.closed = self.all_taken = False
         self.error: BaseException | None = None
         self._raised_in: weakref.WeakSet[Any] = weakref.WeakSet()  # consumers that have raised it
 
@@ -180,7 +180,7 @@ class Run:
         if is_over:
             self.progress.ends = self.ends
             self.meter.log_summary()
-            self.exhausted = True
+            self.all_taken = True
             raise StopIteration
 
     def keys_came(self) -> None:

@@ -218,8 +218,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             if error is None and self._IterableDataset_len_called is not None:
                 self.check_length()
         except StopIteration:
-            progress = self._checkpointer.progress
-            progress.is_over = not progress.is_broken
+            self._checkpointer.progress.end_is_known = True
             call.item = None
             raise
         except BaseException:
@@ -245,8 +244,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             if error is None and self._IterableDataset_len_called is not None:
                 self.check_length()
         except StopAsyncIteration:
-            progress = self._checkpointer.progress
-            progress.is_over = not progress.is_broken
+            self._checkpointer.progress.end_is_known = True
             call.item = None
             raise
         except BaseException:

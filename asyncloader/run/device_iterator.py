@@ -153,8 +153,7 @@ class LoaderSource:
     def end(self) -> None:
         """Note that a consumer has been told of the end."""
         self.meter.log_summary()
-        progress = self._iterator._checkpointer.progress
-        progress.is_over = not progress.is_broken
+        self._iterator._checkpointer.progress.end_is_known = True
 
     def close(self) -> None:
         """Leave that to the iterator."""

@@ -187,7 +187,7 @@ class EqualStepsIterator(ClosableIterator):
                 step = self._next_step()
             # From here on nothing is called: neither can a signal's handler run, nor another thread.
             if step is None:
-                self._progress.is_over = not self._progress.is_broken
+                self._progress.end_is_known = True
                 raise StopIteration
             if self._place is step.before:
                 self._place, step.call.item = step.after, None
@@ -212,7 +212,7 @@ class EqualStepsIterator(ClosableIterator):
                     await self._pull_async()
             step = self._next_step(in_async_for=True)
             if step is None:
-                self._progress.is_over = not self._progress.is_broken
+                self._progress.end_is_known = True
                 raise StopAsyncIteration
             if self._place is step.before:
                 self._place, step.call.item = step.after, None

@@ -120,7 +120,7 @@ class Foresight:
             return
         progress = Progress(knows_places=options.knows_places)
         try:
-            keys, is_whole = _draw(options, next_epochs, options.window, progress)
+            keys, is_whole = _first_keys(options, next_epochs, options.window, progress)
             text = _written(keys)
         except Exception:
             log.debug("The next epoch could not be drawn ahead of its time.", exc_info=True)
@@ -207,8 +207,10 @@ def _told_samplers(options: Options) -> list[Told]:
     return [Told(epoch_of(sampler)) for sampler in samplers_within(options.index_sampler)]
 
 
-def _draw(options: Options, epochs: Sequence[int | None], count: int, progress: Progress) -> tuple[list[Any], bool]:
-    """Draw the keys of the first batches of a run, and whether they are all.
+def _first_keys(
+    options: Options, epochs: Sequence[int | None], count: int, progress: Progress
+) -> tuple[list[Any], bool]:
+    """Draw the keys of the first batches of a run; return them, and whether they are all.
 
     Args:
         options: The loader's.

@@ -87,7 +87,20 @@ def begin(
     before, saved = rng.capture(), [] if state is None else state["check"]
     is_restored = [here == there for here, there in zip_longest(rng.check(), saved[: len(before)])]  # by the trainer
     states = None if state is None else unplain(state["samplers"])
-    drawn, begun, is_seed_first, samplers, starts = _draw(options, state, states, runs, rng, draw, prepare)
+    begun = before if state is None else _rewind(options, state, states, runs, rng)
+    if prepare is not None:
+        begun = _prepare(prepare, rng, begun, keeps_seed=_keeps_seed(state))
+    samplers, starts = _load(options, state, states, runs)
+    loaded = begun if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
+    with Drawing():
+        drawn = draw()
+    is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
+    is_seed_first = options.is_inline
+    if state is not None:
+        is_seed_first = state["inline"] if _keeps_seed(state) else is_seed_first
+        drawn = _as_saved(options, state, drawn, rng, loaded, is_advanced=is_advanced, is_seed_first=is_seed_first)
+    elif is_advanced:
+        begun, is_seed_first, samplers = before, True, SamplerState(None)
     epoch = runs.begun if state is None else state["epoch"]
     key = EpochKey((drawn.base_seed, epoch, data_rank(options)))
     progress = _progress(options, state, drawn, key, _known(options, starts, last))
@@ -113,64 +126,71 @@ def begin(
     return RunStart(plan, checkpointer, starts)
 
 
-def _draw(
-    options: Options,
-    state: dict[str, Any] | None,
-    states: dict[str, Any] | None,
-    runs: Runs,
-    rng: RNGSnapshot,
-    draw: Callable[[], Drawn],
-    prepare: Callable[[], object] | None,
-) -> tuple[Drawn, list[Any], bool, SamplerState, dict[int, WorkerStart] | None]:
-    """Have an order drawn by torch's iterator, from its beginning; or once more where that is not as a state says.
+def _rewind(
+    options: Options, state: dict[str, Any], states: dict[str, Any] | None, runs: Runs, rng: RNGSnapshot
+) -> list[Any]:
+    """Put the generators to where they were when the order of a state began to be drawn, and return where that is."""
+    if state["is_over"]:
+        _finish_last_run(options.index_sampler, states, state["drawn"], runs)
+    begun = rng.from_text(state["draws"])
+    rng.restore(begun)
+    return begun
 
-    Args:
-        options: See `begin`.
-        state: See `begin`.
-        states: The states of samplers in that.
-        runs: See `begin`.
-        rng: The generators.
-        draw: See `begin`.
-        prepare: See `begin`.
 
-    Returns:
-        What was drawn; the generators' states when the order began to be drawn; whether the base seed was drawn after
-        that; where samplers were then; where workers begin.
-    """
-    before = begun = rng.capture()
-    keeps_seed = state is not None and state["base_seed"] is not None
-    if state is not None:
-        if state["is_over"]:
-            _finish_last_run(options.index_sampler, states, state["drawn"], runs)
-        begun = rng.from_text(state["draws"])
-        rng.restore(begun)
-    if prepare is not None:
-        with Drawing():
-            prepare()
-        if keeps_seed:
-            rng.restore(begun)
-        else:
-            begun = rng.capture()
+def _keeps_seed(state: dict[str, Any] | None) -> bool:
+    """Whether the run has the base seed of the state, and draws none."""
+    return state is not None and state["base_seed"] is not None
+
+
+def _prepare(prepare: Callable[[], object], rng: RNGSnapshot, begun: list[Any], *, keeps_seed: bool) -> list[Any]:
+    """Run torch's constructor, which draws the base seed; return where the generators are when the order begins."""
+    with Drawing():
+        prepare()
+    if not keeps_seed:
+        return rng.capture()
+    rng.restore(begun)
+    return begun
+
+
+def _load(
+    options: Options, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs
+) -> tuple[SamplerState, dict[int, WorkerStart] | None]:
+    """Bring samplers and dataset to where the run begins; return where the samplers and the workers are then."""
     samplers = _load_samplers(options.index_sampler, state, states, runs.latest)
-    loaded = begun if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     if state is not None:
         with runs.set_epochs.telling():
             restore(listeners(options.dataset), state["dataset_epochs"])
             runs.begin_from(state, options)
     news = runs.set_epochs.since_load(state, options)
     is_dataset_loaded = options.is_inline and _load_dataset(options, state, news)
-    starts = _starts(options, None if is_dataset_loaded else state, news)
-    with Drawing():
-        drawn = draw()
-    is_seed_drawn = is_seed_first = options.is_inline
-    is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
-    if state is None:
-        if is_advanced:
-            begun, is_seed_first, samplers = before, True, SamplerState(None)
-        return drawn, begun, is_seed_first, samplers, starts
-    if keeps_seed:
-        is_seed_first = state["inline"]  # the iterator of the state may have been of the other kind
+    return samplers, _starts(options, None if is_dataset_loaded else state, news)
+
+
+def _as_saved(
+    options: Options,
+    state: dict[str, Any],
+    drawn: Drawn,
+    rng: RNGSnapshot,
+    loaded: list[Any],
+    *,
+    is_advanced: bool,
+    is_seed_first: bool,
+) -> Drawn:
+    """Have an order drawn once more where torch's iterator has not drawn it as the iterator of the state had.
+
+    Args:
+        options: See `begin`.
+        state: See `begin`.
+        drawn: By torch's iterator.
+        rng: The generators.
+        loaded: Where they were before that.
+        is_advanced: The iterator over the keys has been read from.
+        is_seed_first: The iterator of the state had drawn the base seed after the order began; it may have been one
+            of the other kind.
+    """
+    if _keeps_seed(state):
         drawn = drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
+    is_seed_drawn = options.is_inline
     if is_advanced or (is_seed_drawn and not is_seed_first):
         is_seed_drawn = False
         rng.restore(loaded)
@@ -179,7 +199,7 @@ def _draw(
     if is_seed_first and not is_seed_drawn:
         with Drawing():
             torch.empty((), dtype=torch.int64).random_(generator=options.generator)
-    return drawn, begun, is_seed_first, samplers, starts
+    return drawn
 
 
 def _plan(

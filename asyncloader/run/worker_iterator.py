@@ -324,7 +324,7 @@ class WorkerIterator(BaseIterator[T_co]):
         try:
             run.read_on()
         finally:
-            if run.exhausted:
+            if run.all_taken:
                 if not self._persistent_workers:
                     self._session.request_close()  # the workers may go
                 self._seeding.end_one(run.epoch.key)  # samples of a batch that was given up may still be in work
@@ -334,7 +334,7 @@ class WorkerIterator(BaseIterator[T_co]):
         session = self._session
         check_owner(session.pid)
         run = self._run
-        if session.state in (State.CLOSING, State.CLOSED) and not run.exhausted and run.error is None:
+        if session.state in (State.CLOSING, State.CLOSED) and not run.all_taken and run.error is None:
             session.portal.stop_daemon()
             raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
 

@@ -152,7 +152,7 @@ def test_every_batch_comes_once_and_in_order(count: int, left_out: set[int], cho
             batch = sorted(driver.sent)[choice % len(driver.sent)]
             driver.answer(batch, Outcome(Kind.LEFT_OUT) if batch in left_out else None)
     assert seen == [batch for batch in range(count) if batch not in left_out]
-    assert run.exhausted
+    assert run.all_taken
     assert run.progress.now.position == count
 
 

@@ -185,7 +185,7 @@ def test_states_have_the_same_keys_whenever_they_are_made() -> None:
     within = checkpointer.state_dict()
     give(progress, 0)
     later = checkpointer.state_dict()
-    progress.is_over = True
+    progress.end_is_known = True
     after = checkpointer.state_dict()
     assert before.keys() == within.keys() == later.keys() == after.keys()
     assert [is_between_runs(state) for state in (before, within, later, after)] == [True, False, False, True]
@@ -224,7 +224,7 @@ def test_a_state_after_a_run_is_of_the_next_one() -> None:
         progress = Progress(position=6)
         checkpointer = checkpointer_of(settings, progress)
         torch.randperm(3, generator=generator)
-        progress.is_over = True
+        progress.end_is_known = True
         state = checkpointer.state_dict()
         assert (state["epoch"], state["position"], state["finished"]) == (4, 0, True)
         assert state["base_seed"] == (77 if persistent else None)
@@ -240,7 +240,7 @@ def test_samplers_go_on_after_the_state_that_they_had_within_the_run() -> None:
     checkpointer = checkpointer_of(settings_of(), progress)
     within = checkpointer.state_dict()
     assert (within["samplers"], within["drawn"], within["is_over"]) == ('{"at": 4}', 1, False)
-    progress.is_over = True
+    progress.end_is_known = True
     assert checkpointer.samplers_after() == SamplerState(last, 1, is_over=True)
     without = Progress(position=5)
     without.is_over = True

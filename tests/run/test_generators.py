@@ -182,7 +182,7 @@ class Trainer:
             give(progress, progress.now.position)
             if draws:
                 draw()
-        progress.is_over = True
+        progress.end_is_known = True
         return start.checkpointer.key, keys
 
 
