@@ -66,8 +66,8 @@ class _Underway:
         batch: Is copied; None where copies are done when the call returns.
 
     Attributes:
-        memory: What they read. An object of the batch that moves itself may let go of its tensors, or have them refer
-            to other memory (``tensor.data = ...``).
+        memory: The memory that they read. An object of the batch that moves itself may let go of its tensors, or have
+            them refer to other memory (``tensor.data = ...``).
         mark: Behind the last of them. None while there may be more, or if an interrupt has come before the mark.
         thread: Has asked for them.
     """

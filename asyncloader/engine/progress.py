@@ -163,7 +163,7 @@ class Progress:
             middle of that, in the same thread: so it can be taken again.
         counted: How far consumers are, and the calls that are not counted in this: in the order of their batches.
         end_is_known: A consumer has been told that there is no more.
-        is_broken: That is because of an error: the run has not come to its end.
+        is_broken: An error has ended the run, which has not come to its end.
         ends: By worker, the state of a stream after its end.
         follower: Called by a consumer that asks for its next batch.
     """

@@ -94,8 +94,8 @@ class Recovery:
     processes or threads of their own. A worker that was not ready had read nothing, and is replaced in any case.
 
     Args:
-        options: Those that the workers were started with: ``on_crash`` and ``on_timeout`` stay as they were then, while
-            each run has a ``timeout`` of its own.
+        options: The options that the workers were started with: ``on_crash`` and ``on_timeout`` stay as they were then,
+            while each run has a ``timeout`` of its own.
 
     Attributes:
         has_lost_for_good: A lost worker cannot be replaced.

@@ -1,4 +1,4 @@
-"""What units cost, in bounded memory: it shows whether long units are lost more often than short ones."""
+"""The costs of units, in bounded memory: they show whether long units are lost more often than short ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOTHING = -10_000  # the bin of what costs nothing; the least float above that 
 
 
 class CostStats(NamedTuple):
-    """What units cost, tokens for example. Quantiles are right to 5 %, the mean and the most are exact.
+    """The costs of units, tokens for example. Quantiles are right to 5 %, the mean and the most are exact.
 
     Attributes:
         units: How many these are.

@@ -13,7 +13,7 @@ def deal(costs: Sequence[float], ranks: int, most: int) -> list[list[int]]:
     """Return which units of a step each rank gets, so that ranks cost about the same. No rank gets none.
 
     Args:
-        costs: Of the units of the step; at least one unit.
+        costs: The costs of the units of the step; at least one unit.
         ranks: How many ranks there are.
         most: How many units a rank gets at most; with all ranks no fewer than there are units.
 

@@ -24,7 +24,7 @@ def closed(feed: str, why: str, cause: BaseException | None = None) -> FeedClose
     Args:
         feed: Its address.
         why: In words.
-        cause: What is wrong; None if the feed has come to its end.
+        cause: The error behind it; None if the feed has come to its end.
     """
     error = FeedClosedError(why)
     error.feed, error.is_failure, error.__cause__ = feed, cause is not None, cause

@@ -93,7 +93,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         max_retries: How often an item is leased again after its producer has failed; then it is dropped.
         lease_timeout: How long a producer may have a lease, in seconds; then the item is leased again. None: for ever.
         drop_last: Do not train what fills no batch at the end.
-        seed: Of a random order.
+        seed: Seeds a random order.
         num_replicas: How many ranks take their batches from this feed: `FeedHandle.for_rank`. None: one loader, in this
             process, is given the feed itself.
         step_timeout: How long ranks wait for their batches of a step, in seconds; then all of them get a RanksError
@@ -157,7 +157,7 @@ class Feed(Outlet, SuppliesKeys[T]):
 
     @property
     def version(self) -> int:
-        """Of the weights. Set it when they were updated, before the next batch is asked for.
+        """The version of the weights. Set it when they were updated, before the next batch is asked for.
 
         Raises:
             ValueError: for one that is no integer, or goes back.
@@ -359,7 +359,7 @@ class Feed(Outlet, SuppliesKeys[T]):
         After `close` this does nothing: another feed may have the folder.
 
         Args:
-            state: Of the feed, or of the loader.
+            state: A state of the feed, or of the loader.
 
         Raises:
             StateMismatchError: if the state is of something else.

@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class _Answer(Future[Any]):
-    """What a request comes to.
+    """The reply to a request.
 
     Args:
-        number: Of the request.
+        number: The number of the request.
     """
 
     def __init__(self, number: int) -> None:
@@ -48,10 +48,10 @@ class _Link:
 
     Attributes:
         futures: Requests that are not answered, by number.
-        version: Of the weights, when the last answer was sent.
+        version: The version of the weights when the last answer was sent.
         is_over: The feed has ended.
         is_torn: A part of a message was sent, and not the rest: the connection is of no use any more.
-        pid: Of the process; a fork makes its own.
+        pid: The process that made it; a fork makes its own.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -182,7 +182,7 @@ class FeedHandle:
     back; if the feed or its process ends, whoever waits gets a `FeedClosedError`.
 
     Attributes:
-        address: Of the feed.
+        address: The address of the feed.
 
     Raises:
         FeedClosedError: on use, if there is no feed behind it any more.
@@ -227,7 +227,7 @@ class FeedHandle:
 
     @property
     def version(self) -> int:
-        """Of the weights, as of the last answer of the feed: a lease brings the newest."""
+        """The version of the weights, as of the last answer of the feed: a lease brings the newest."""
         return self._connected().version
 
     @version.setter

@@ -38,14 +38,14 @@ class Intake:
     """The producers' side of a feed.
 
     Args:
-        source: Of the items to lease; None for no leases.
-        rules: What its ledger goes by.
+        source: The items to lease; None for no leases.
+        rules: The rules of its ledger.
         group_size: Samples of a unit; None for single ones.
         lease_timeout: How long a lease lasts, in seconds; None for ever.
         spill: Folder that what is put is written to; None for none.
 
     Attributes:
-        address: Of the socket at which handles reach it, which has no file.
+        address: The address of the socket at which handles reach it, which has no file.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class Intake:
 
         Args:
             samples: One sample; with ``group_size`` a list of so many.
-            version: Of the weights that made them, the oldest of them; by default that of the feed at the call, not
-                when there is room.
-            cost: Of all of them, tokens for example; by default their number.
+            version: The version of the weights that made them, the oldest of them; by default that of the feed at the
+                call, not when there is room.
+            cost: The cost of all of them, tokens for example; by default their number.
             priority: With ``order="priority"``: those with more come first.
 
         Raises:

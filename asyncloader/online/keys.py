@@ -27,10 +27,10 @@ class Sample(NamedTuple, Generic[T]):
     """A sample of a feed, as ``fn`` is given it.
 
     Attributes:
-        value: What was put.
+        value: The sample that was put.
         id: Number of its item, or of its group; samples of one group have the same.
         position: In the group.
-        version: Of the weights that made it.
+        version: The version of the weights that made it.
         uses: How often it was trained before.
     """
 
@@ -179,7 +179,7 @@ class FeedKeys:
         feed: Has the samples.
 
     Attributes:
-        number: Of its next batch.
+        number: The number of its next batch.
     """
 
     def __init__(self, feed: GivesBatches) -> None:

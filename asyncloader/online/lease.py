@@ -14,9 +14,9 @@ class Leased(NamedTuple):
     """What is leased, as it was when the lease was given.
 
     Attributes:
-        id: Of the item.
+        id: The id of the item.
         item: As the source gave it.
-        version: Of the weights.
+        version: The version of the weights.
         tries: How many leases of this item have failed before.
         lease: Number of the lease.
     """
@@ -60,13 +60,13 @@ class _Held:
     """The base of both kinds of leases.
 
     Args:
-        feed: Has given it.
-        leased: What it has given.
+        feed: The feed that has given it.
+        leased: The item and its lease, as they were given.
 
     Attributes:
-        id: Of the item; ascending in the order of the source.
+        id: The id of the item; ascending in the order of the source.
         value: The item, as the source gave it.
-        version: Of the weights, when the lease was given.
+        version: The version of the weights when the lease was given.
         tries: How many leases of this item have failed before.
     """
 
@@ -82,7 +82,7 @@ class _Held:
         """Settle the item without samples.
 
         Args:
-            cost: What it has cost, for the statistics. None: unknown.
+            cost: The cost of the work so far, for the statistics. None: unknown.
 
         Raises:
             LeaseLostError: if the lease has ended.
@@ -127,8 +127,8 @@ class Lease(_Held):
 
         Args:
             samples: One sample; with ``group_size`` a list of so many.
-            version: Of the weights that made them, the oldest of them; by default that of the lease.
-            cost: Of all of them, tokens for example; by default their number.
+            version: The version of the weights that made them, the oldest of them; by default that of the lease.
+            cost: The cost of all of them, tokens for example; by default their number.
             priority: With ``order="priority"``: those with more come first.
 
         Raises:

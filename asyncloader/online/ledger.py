@@ -42,7 +42,7 @@ NOTHING: Any = object()
 
 
 class Rules(NamedTuple):
-    """What a ledger goes by.
+    """The rules of a ledger.
 
     Attributes:
         size: Units of a batch: of those of all ranks together, which are a step.
@@ -56,7 +56,7 @@ class Rules(NamedTuple):
         max_uses: How often a unit is trained.
         max_cost: The most that units of a batch cost together, on each rank; None for no bound.
         max_retries: How often a unit is leased again after a failure.
-        drop_last: What fills no batch at the end is not trained.
+        drop_last: Units that fill no batch at the end are not trained.
         seed: Tells one random order from another.
         ranks: How many ranks a batch is dealt to.
     """
@@ -82,11 +82,11 @@ class Unit:
 
     Attributes:
         id: Ascending in the order in which units were leased or put.
-        item: What the source gave; `NOTHING` for a unit that was put without a lease.
-        number: Of the item in the source, or among those that were put without a lease.
-        samples: What was put; empty before, and afterwards.
-        version: Of the weights that made it, or of its lease.
-        cost: Of all its samples.
+        item: The item that the source gave; `NOTHING` for a unit that was put without a lease.
+        number: The number of the item in the source, or among those that were put without a lease.
+        samples: The samples that were put; empty before, and afterwards.
+        version: The version of the weights that made it, or of its lease.
+        cost: The cost of all its samples.
         priority: Units with more come first, where the order is by priority.
         tries: How many leases of it have failed.
         uses: How often it was trained.
@@ -109,10 +109,10 @@ class Ledger:
     """All units of a feed that are not settled. Whoever calls holds the feed's lock.
 
     Args:
-        rules: What it goes by.
+        rules: The rules.
 
     Attributes:
-        version: Of the weights.
+        version: The version of the weights.
         formed: How many batches were formed.
         done: How many of these were trained: the consumer has asked for the one that follows.
         units: All that are not settled, by id.
@@ -122,7 +122,7 @@ class Ledger:
         ended: The consumer was given the end; nor is anything leased or put then, until another one begins.
         counts: Units by what became of them: "trained", "stale", "dropped", "failed". Beside these, "recycled" counts
             units that were too old and leased again, and "late" those that were trained beyond the bound.
-        costs: What they cost, where that is known.
+        costs: The costs of units, where that is known.
         ages: Units that were trained, by how many versions they were old when their batch was due.
     """
 

@@ -25,8 +25,8 @@ class Outlet(Intake):
     """The trainer's side of a feed.
 
     Args:
-        source: Of the intake, as all that is not told of here.
-        rules: What its ledger goes by.
+        source: That of the intake, as all that is not told of here.
+        rules: The rules of its ledger.
         group_size: Samples of a unit; None for single ones.
         lease_timeout: How long a lease lasts, in seconds.
         spill: Folder that what is put is written to.

@@ -26,7 +26,7 @@ class Seat:
     Attributes:
         rank: Whose it is.
         place: Where it goes on.
-        run: What it takes part in; None while other ranks have not begun.
+        run: The run that it takes part in; None while other ranks have not begun.
         given: Steps of the run that its consumer had been given when it last asked for one; -1 before that.
         since: When that was. Seconds, of any clock.
         error: Why there are no steps beyond those that were dealt; None if there may be.

@@ -86,7 +86,7 @@ class Spill:
 
         Args:
             kind: Whether it is of an item of the source.
-            number: Of the item, or among those that were put without one.
+            number: The number of the item, or among those that were put without one.
             content: Samples, version, cost and priority; None for an item that was dropped.
         """
         record = pickle.dumps((kind, number, content), pickle.HIGHEST_PROTOCOL)
@@ -126,7 +126,7 @@ class Spill:
         Args:
             segment: The first file that was written after the state.
             drawn: The number of the next item of the source in the state.
-            pushed: Of the next sample that is put without a lease.
+            pushed: The number of the next sample that is put without a lease.
         """
         if self.is_closed:
             return

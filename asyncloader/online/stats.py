@@ -1,4 +1,4 @@
-"""What became of the samples of a feed, and who waits for whom."""
+"""Figures of a feed: the samples so far, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FeedStats(NamedTuple):
     """What became of the samples of a feed so far. Units are samples, or groups where there is a ``group_size``.
 
     Attributes:
-        version: Of the weights.
+        version: The version of the weights.
         running: Units that are leased.
         pending: Units that wait to be leased again.
         ready: Units that wait for the trainer.

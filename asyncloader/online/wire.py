@@ -1,4 +1,4 @@
-"""What feeds and their handles in other processes send each other: pickles, with large buffers beside them.
+"""Messages between feeds and their handles in other processes: pickles, with large buffers beside them.
 
     [number of buffers, length of the pickle, tag] [lengths of the buffers] [pickle] [buffer] [buffer] ...
 
