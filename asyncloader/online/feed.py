@@ -8,15 +8,17 @@ The producers' side is in `Intake`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import pickle
 import secrets
+import threading
 from collections.abc import AsyncIterable, Callable, Iterable
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar, cast
 
 from torch.utils.data import Sampler
 
@@ -31,12 +33,14 @@ from asyncloader.online.keys import FeedBatches, FeedSamples, Place, Sample, Sam
 from asyncloader.online.ledger import NOTHING, OUTCOMES, FeedOrder, OnStale, Rules
 from asyncloader.online.outlet import Outlet, nobody
 from asyncloader.online.stats import FeedStats
+from asyncloader.online.waiters import ThreadWaiter
 from asyncloader.plain import unplain
 from asyncloader.protocols import SuppliesKeys
 
 T = TypeVar("T")
 _numbers = itertools.count()
 _BATCHES_WITHOUT_BOUND = 4
+_LOOKS, _LOOK_EVERY_S = 3, 0.1  # so often nobody was seen to do anything but wait
 
 _CHECKS = {
     "batch_size": Annotated[int, Least(1)],
@@ -216,6 +220,11 @@ class Feed(Outlet, SuppliesKeys[T]):
         """Close the feed if its loader has begun, and has ended with all who train: producers would wait for ever."""
         if self._runs_begun and self._ranks is None:
             self._soon(partial(self._close, "the program that trains comes to its end"))
+
+    def end_untrained(self) -> None:
+        """Close the feed if its loader has not begun, and nobody is left who could have it begin."""
+        if not self._runs_begun and self._ranks is None:
+            self._soon(partial(self._close, "the program comes to its end, and has not trained on this feed"))
 
     def __enter__(self) -> Self:
         return self
@@ -443,3 +452,37 @@ def _rules(given: dict[str, Any]) -> Rules:
             raise ConfigurationError('on_stale="recycle" has no effect without source: no items can be leased again')
     same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last", "seed")
     return Rules(size, limit, staleness, steps, ranks=ranks, **{name: given[name] for name in same})
+
+
+def _end_untrained() -> None:
+    """At the end of the main thread: the interpreter waits for other threads, and those may all wait for a trainer."""
+    if not all(feed._runs_begun for feed in _feeds()):
+        with contextlib.suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread any more
+            threading.Thread(target=_watch_producers, name="asyncloader feeds", daemon=True).start()
+
+
+def _watch_producers() -> None:
+    looks, pause = 0, threading.Event()
+    while looks < _LOOKS:
+        pause.wait(_LOOK_EVERY_S)
+        looks = looks + 1 if _all_produce() else 0
+    for feed in _feeds():
+        feed.end_untrained()
+
+
+def _all_produce() -> bool:
+    """Whether all threads that the interpreter waits for wait for room in feeds, or for leases."""
+    producers: set[threading.Thread] = set()
+    for feed in _feeds():
+        waiters = (*threads.copied(feed._leasers), *threads.copied(feed._putters))
+        producers.update(waiter.thread for waiter in waiters if isinstance(waiter, ThreadWaiter))
+    main = threading.main_thread()
+    return all(each.daemon or each is main or each in producers for each in threading.enumerate())
+
+
+def _feeds() -> list[Feed[Any]]:
+    return [feed for feed in threads.copied(feeds.values()) if isinstance(feed, Feed)]
+
+
+with contextlib.suppress(RuntimeError):  # the main thread has returned before this module was imported
+    cast(Any, threading)._register_atexit(_end_untrained)

@@ -42,11 +42,16 @@ class TaskWaiter:
 
 
 class ThreadWaiter:
-    """A thread that waits."""
+    """A thread that waits.
+
+    Attributes:
+        thread: The thread.
+    """
 
     is_gone = False
 
     def __init__(self) -> None:
+        self.thread = threading.current_thread()
         self._lock = threading.Lock()
         self._lock.acquire()
 

@@ -12,6 +12,7 @@ PROGRAM = dedent("""
     import multiprocessing
     import sys
     import threading
+    import time
 
     from asyncloader import DataLoader
     from asyncloader.online import Feed
@@ -31,6 +32,7 @@ PROGRAM = dedent("""
     def train(feed):
         for number, _ in enumerate(DataLoader(feed, num_workers=int(num_workers))):
             if number == 3:
+                print("trained")
                 raise SystemExit(7)
 
 
@@ -41,23 +43,35 @@ PROGRAM = dedent("""
     else:
         context = multiprocessing.get_context("fork")
         context.Process(target=globals()[made_by], args=(feed.handle(),)).start()
+    if trainer == "nobody":
+        while not feed.stats().producers_waiting:
+            time.sleep(0.01)
+        sys.exit(7)
     if trainer == "main":
         train(feed)
-    threading.Thread(target=train, args=(feed,)).start()
+    if trainer == "late":
+        threading.Thread(target=lambda: [time.sleep(1), train(feed)]).start()
+    else:
+        threading.Thread(target=train, args=(feed,)).start()
     sys.exit(7)
 """)
 
 
-@pytest.mark.parametrize(("trainer", "num_workers"), [("main", 1), ("thread", 0)])
+@pytest.mark.parametrize(("trainer", "num_workers"), [("main", 1), ("thread", 0), ("late", 0), ("nobody", 0)])
 @pytest.mark.parametrize("producer", ["thread", "process"])
 @pytest.mark.parametrize("made_by", ["put", "lease"])
 def test_a_trainer_that_ends(made_by: str, producer: str, trainer: str, num_workers: int) -> None:
-    """Those who wait for room in the feed are told why; what leases items comes to its end."""
+    """Those who wait for room in the feed are told why; what leases items comes to its end.
+
+    So it is if nobody has begun to train when the main thread ends. A thread may begin a while later: until then not
+    all that is left waits.
+    """
     arguments = [made_by, producer, trainer, str(num_workers)]
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 7
+    assert ended.stdout == ("trained\n" if trainer != "nobody" else "")
     if made_by == "lease":
         assert ended.stderr == ""
     else:
