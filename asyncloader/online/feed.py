@@ -218,12 +218,12 @@ class Feed(Outlet, SuppliesKeys[T]):
 
     def end_with_program(self) -> None:
         """Close the feed if its loader has begun, and has ended with all who train: producers would wait for ever."""
-        if self._runs_begun and self._ranks is None:
+        if self.has_begun and self._ranks is None:
             self._soon(partial(self._close, "the program that trains comes to its end"))
 
     def end_untrained(self) -> None:
         """Close the feed if its loader has not begun, and nobody is left who could have it begin."""
-        if not self._runs_begun and self._ranks is None:
+        if not self.has_begun and self._ranks is None:
             self._soon(partial(self._close, "the program comes to its end, and has not trained on this feed"))
 
     def __enter__(self) -> Self:
@@ -456,7 +456,7 @@ def _rules(given: dict[str, Any]) -> Rules:
 
 def _end_untrained() -> None:
     """At the end of the main thread: the interpreter waits for other threads, and those may all wait for a trainer."""
-    if not all(feed._runs_begun for feed in _feeds()):
+    if not all(feed.has_begun for feed in _feeds()):
         with contextlib.suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread any more
             threading.Thread(target=_watch_producers, name="asyncloader feeds", daemon=True).start()
 

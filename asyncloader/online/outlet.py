@@ -54,6 +54,11 @@ class Outlet(Intake):
         self._is_run_over = False
         self._beginners: Waiters = {}  # for other ranks, to begin a run
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody takes batches, or has: since a state was loaded, if one was."""
+        return self._reader is not nobody
+
     # ------------------------------------------------------------------------------------- a loader of this process
 
     def begin(self, reader: Any) -> int:

@@ -38,6 +38,8 @@ PROGRAM = dedent("""
 
     made_by, producer, trainer, num_workers = sys.argv[1:]
     feed = Feed(iter(range(10**9)) if made_by == "lease" else None, batch_size=2, max_samples=2)
+    if made_by == "lease":
+        feed.load_state_dict(feed.state_dict())
     if producer == "thread":
         threading.Thread(target=globals()[made_by], args=(feed,)).start()
     else:
