@@ -297,7 +297,9 @@ class _Connection:
     async def _send(self, number: int, error: Exception | None, value: Any, version: int) -> None:
         try:
             parts = parts_of(number, (error, value, version))
-        except Exception as raised:  # what the source gave, or raised, cannot be pickled; `serve` gives it back
+        except Exception as raised:  # what the source gave, or raised, cannot be pickled
+            if type(value) is Leased and (feed := self._feed()) is not None:
+                self._give_back_now(feed, value.lease, failed=True)
             text = f"{type(raised).__name__}: {raised} ({error!r})"
             parts = parts_of(number, (RuntimeError(text), None, version))
         async with self._sending:

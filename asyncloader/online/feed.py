@@ -151,7 +151,8 @@ class Feed(Outlet, SuppliesKeys[T]):
         self.fn, self.batch_size = fn, batch_size
         self._life, self._pushed_before = secrets.token_hex(8), self._pushed  # since it was made, or a state was loaded
         self._door: Door | None = None
-        self._state_of_step: tuple[Any, set[int], Any] = (None, set(), None)  # where, the ranks that have it, and it
+        # Where, how many states each rank has taken there, and these.
+        self._state_of_step: tuple[Any, list[int], list[dict[str, Any]]] = (None, [], [])
         self._loaded: tuple[str, set[int]] = ("", set())  # id of a state, and the ranks that have loaded it
         self._key = next(_numbers)
         feeds[self._key] = self
@@ -334,20 +335,21 @@ class Feed(Outlet, SuppliesKeys[T]):
             )
 
     def rank_state(self, rank: int, run: int, step: int) -> dict[str, Any]:
-        """Return the state before a step of a run: one for all ranks, until a rank asks again."""
+        """Return the state before a step of a run: the first that each rank takes there is one, and so is the next."""
         self.check_rank(rank)
-        state: dict[str, Any]
         assert self._ranks is not None
         is_newest = self._ranks.run is not None and self._ranks.run.number == run
         # The end of a run is where the next one begins: ranks may be in either.
         here = self._life, self._first + step if is_newest else self._next_given()
-        where, ranks, state = self._state_of_step
-        if where != here or rank in ranks:
-            ranks, state = set(), self.state_at(self._runs_begun, here[1])
-        ranks.add(rank)
-        is_fetched = len(ranks) == self._ranks.count
-        self._state_of_step = (None, set(), None) if is_fetched else (here, ranks, state)
-        return state
+        where, had, states = self._state_of_step
+        if where != here:
+            had, states = [0] * self._ranks.count, []
+        if had[rank] == len(states):
+            states.append(self.state_at(self._runs_begun, here[1]))
+        had[rank] += 1
+        are_fetched = min(had) == len(states)
+        self._state_of_step = (None, [], []) if are_fetched else (here, had, states)
+        return states[had[rank] - 1]
 
     def rank_load(self, rank: int, state: dict[str, Any]) -> None:
         """Go on from a state that all ranks load: when the first of them does.

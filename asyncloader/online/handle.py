@@ -109,7 +109,15 @@ class _Link:
 
     def _refuse(self, answer: Future[Any]) -> None:
         if not answer.cancelled() and answer.exception() is None and type(value := answer.result()) is Leased:
-            self.send("give_back", (value.lease, False))
+            self._send_apart("give_back", (value.lease, False))
+
+    def unread(self, number: int) -> None:
+        """Have what an answer may have leased be given back, because the answer cannot be unpickled."""
+        self._send_apart("unread", (number,))
+
+    def _send_apart(self, name: str, arguments: Any) -> None:
+        """Send a request for the thread that reads answers. If that waited, the feed could not answer who sends now."""
+        threads.start(partial(self.send, name, arguments), "asyncloader feed handle")
 
     def fail(self) -> None:
         """Tell those who wait that the feed has ended."""
@@ -139,7 +147,7 @@ def _read(link: _Link) -> None:
                 if isinstance(answer, Unreadable):
                     text = f"what the feed has sent cannot be unpickled in this process: {answer.reason}"
                     error, value = RuntimeError(text), None
-                    link.send("unread", (number,))  # it may have been a lease
+                    link.unread(number)
                 else:
                     error, value, link.version = answer
                 future = link.futures.pop(number, None)

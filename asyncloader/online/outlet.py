@@ -245,7 +245,9 @@ class Outlet(Intake):
             return None
         with Change(self):
             ledger, size = self._ledger, self._ledger.rules.size
-            waiting = [] if self._is_run_over else self._ranks.waiting(ledger.formed - self._first)
+            waiting = self._ranks.waiting(ledger.formed - self._first)
+            if self._is_run_over:  # only whoever begins the next one waits
+                waiting = [seat for seat in waiting if seat.run is None]
             if not waiting or now < (due := waiting[0].since + self._step_timeout):
                 return due if waiting else None
             producers = f"{ledger.num_ready} of {size} samples or groups are there, {ledger.num_running} are leased"

@@ -17,6 +17,7 @@ import termios
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -618,15 +619,17 @@ def test_strangers_are_refused() -> None:
 
 
 def test_what_cannot_be_pickled() -> None:
-    """It is an error of the call, and the item is not lost."""
-    feed = Feed([lambda: 0, 1], batch_size=1)
+    """It is an error of the call, and the item is not lost: it has failed once, and is leased again."""
+    feed = Feed([lambda: 0, 1], batch_size=1, max_retries=1)
     handle = feed.handle()
-    with pytest.raises(RuntimeError, match="Can't pickle"):
-        handle.lease().__enter__()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Can't pickle"):
+            handle.lease().__enter__()
+    assert feed.stats().counts["failed"] == 1
     with pytest.raises(Exception, match="pickle"), handle.lease() as item:
         item.put(lambda: 0)
+    wait_until(lambda: feed.stats().pending == 1)
     handle.close()
-    wait_until(lambda: feed.stats().pending == 2)
     feed.close()
     with pytest.raises(FeedClosedError):
         feed.handle()
@@ -650,3 +653,40 @@ def test_nothing_is_left_of_a_feed_that_was_dropped() -> None:
     wait_until(lambda: not any(thread.name == "asyncloader feed" for thread in threading.enumerate()))
     with pytest.raises(FeedClosedError):
         handle.put_sync(1)
+
+
+class _Torn:
+    """Is large, and cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _tear, (bytes(4 << 20),)
+
+
+def _tear(data: bytes) -> None:
+    raise ValueError(len(data))
+
+
+def test_answers_are_read_while_the_handle_sends() -> None:
+    """The feed answers before it reads on; so whoever sends a lot waits for the thread that reads answers."""
+    feed = Feed((_Torn() for _ in range(24)), batch_size=1, max_retries=0, max_samples=100)
+    handle = feed.handle()
+    large = np.zeros(16 << 20, np.uint8)
+
+    def lease() -> int:
+        errors = 0
+        with contextlib.suppress(FeedClosedError):
+            for _ in range(8):
+                try:
+                    with handle.lease():
+                        pass
+                except RuntimeError as error:
+                    errors += "unpickled" in str(error)
+        return errors
+
+    with ThreadPoolExecutor(6) as pool:
+        leasing = [pool.submit(lease) for _ in range(3)]
+        putting = [pool.submit(handle.put_sync, large) for _ in range(12)]
+        assert [each.result(30) for each in leasing] == [8, 8, 8]
+        for each in putting:
+            each.result(30)
+    handle.close()

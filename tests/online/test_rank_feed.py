@@ -433,3 +433,36 @@ def test_nothing_is_left_of_ranks() -> None:
     gc.collect()
     wait_until(lambda: not any(thread.name == "asyncloader feed handle" for thread in threading.enumerate()))
     feed.close()
+
+
+def test_several_states_at_one_step() -> None:
+    """The n-th state of each rank at a step is one, in whichever order the ranks take them."""
+    feed = Feed[int](batch_size=2, num_replicas=2, step_timeout=5)
+    handle, again = feed.handle(), Feed[int](batch_size=2, num_replicas=2, step_timeout=5)
+    for number in range(12):
+        feed.put_nowait(number)
+    loaders = [DataLoader(handle.for_rank(rank)) for rank in range(2)]
+    iterators = [iter(loader) for loader in loaders]
+    first = in_threads(*(lambda each=each: next(each).tolist() for each in iterators))
+    states = [[loader.state_dict() for _ in range(count)] for loader, count in zip(loaders, (2, 3), strict=True)]
+    other = again.handle()
+    resumed = [DataLoader(other.for_rank(rank)) for rank in range(2)]
+    for loader, taken in zip(resumed, states, strict=True):
+        loader.load_state_dict(taken[1])
+    second = in_threads(*(lambda each=each: next(iter(each)).tolist() for each in resumed))
+    assert sorted(chain(*first, *second)) == [*range(8)]
+    handle.close(), other.close()
+
+
+def test_the_other_ranks_do_not_begin_again() -> None:
+    """A rank that begins another run waits for the others no longer than for a step, also after a whole run."""
+    feed = Feed[int](batch_size=2, num_replicas=2, step_timeout=0.5)
+    handle = feed.handle()
+    for number in range(8):
+        feed.put_nowait(number)
+    feed.close()
+    loaders = [DataLoader(handle.for_rank(rank)) for rank in range(2)]
+    in_threads(*(lambda each=each: list(each) for each in loaders))
+    with pytest.raises(RanksError, match=r"rank 0 waited 0\.5 s for rank 1 to begin a run"):
+        list(loaders[0])
+    handle.close()
