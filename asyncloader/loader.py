@@ -44,8 +44,8 @@ from asyncloader.protocols import (
     WorkerProvider,
     accept_iterable,
 )
-from asyncloader.run.checkpoint import check
-from asyncloader.run.plan import preload_sampler, samplers_within
+from asyncloader.run.checkpoint import check, is_between_runs
+from asyncloader.run.plan import load_told, preload_sampler, samplers_within
 from asyncloader.run.runs import Runs
 from asyncloader.run.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.worker.data_pipes import one_walks
@@ -494,6 +494,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if state:
             check(state, options)
             preload_sampler(self._index_sampler, unplain(state["samplers"]))
+            if is_between_runs(state):
+                load_told(options, unplain(state["samplers"]))
         self._runs.load(state, options)
         self._iterator = None
         if found := state.get("num_workers"):

@@ -15,6 +15,7 @@ import pytest
 from torch.utils.data import BatchSampler, ConcatDataset, IterableDataset, Sampler, Subset
 
 from asyncloader import DataLoader
+from asyncloader.samplers import ElasticSampler
 
 pytestmark = pytest.mark.on_threads
 
@@ -312,3 +313,36 @@ def test_an_epoch_that_is_set_goes_before_the_state_of_a_sampler(
         other.set_epoch(says)
     assert rest_of_run(other) == in_epoch(says or 6)
     other.close()
+
+
+@pytest.mark.parametrize("told_by", ["loader", "sampler"])
+@pytest.mark.parametrize("told_before", [None, 5])
+@pytest.mark.parametrize("done", [0, 3])
+def test_an_epoch_that_is_set_after_a_state_between_two_epochs(
+    done: int, told_before: int | None, told_by: str
+) -> None:
+    """It is the one that begins, also if it is the number that the sampler had before the state: after a rollback."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(range(32), batch_size=4, sampler=ElasticSampler(range(32), seed=3))
+
+    def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
+        (loader if told_by == "loader" else loader.sampler).set_epoch(epoch)
+
+    def order(loader: DataLoader[Any]) -> list[int]:
+        return [value for batch in loader for value in batch.tolist()]
+
+    trained, orders = make(), []
+    for epoch in range(6):
+        if epoch == done:
+            state = trained.state_dict()
+        set_epoch(trained, epoch)
+        orders.append(order(trained))
+    for loader in (make(), trained):
+        if told_before is not None:
+            set_epoch(loader, told_before)
+        for epoch in (None, *range(6)):
+            loader.load_state_dict(state)
+            if epoch is not None:
+                set_epoch(loader, epoch)
+            assert order(loader) == orders[max(0, done - 1) if epoch is None else epoch]

@@ -33,7 +33,7 @@ from asyncloader.online.keys import FeedBatches, FeedSamples, Place, Sample, Sam
 from asyncloader.online.ledger import NOTHING, OUTCOMES, FeedOrder, OnStale, Rules
 from asyncloader.online.outlet import Outlet, nobody
 from asyncloader.online.stats import FeedStats
-from asyncloader.online.waiters import ThreadWaiter
+from asyncloader.online.waiters import ThreadWaiter, first
 from asyncloader.plain import unplain
 from asyncloader.protocols import SuppliesKeys
 
@@ -151,8 +151,8 @@ class Feed(Outlet, SuppliesKeys[T]):
         self.fn, self.batch_size = fn, batch_size
         self._life, self._pushed_before = secrets.token_hex(8), self._pushed  # since it was made, or a state was loaded
         self._door: Door | None = None
-        # Where, how many states each rank has taken there, and these.
-        self._state_of_step: tuple[Any, list[int], list[dict[str, Any]]] = (None, [], [])
+        # Of steps that not all ranks are behind: how many states each rank has taken there, and these.
+        self._rank_states: dict[tuple[str, int], tuple[list[int], list[dict[str, Any]]]] = {}
         self._loaded: tuple[str, set[int]] = ("", set())  # id of a state, and the ranks that have loaded it
         self._key = next(_numbers)
         feeds[self._key] = self
@@ -316,6 +316,8 @@ class Feed(Outlet, SuppliesKeys[T]):
                 self._source.load_state_dict(state["source"], self._call_source)
             self._ledger.load(units)
             self._reader, self._runs_begun = nobody, self._runs_begun + 1
+            self._woken += (*first(self._readers, len(self._readers)), *self._tells)  # they have no run any more
+            self._tells.clear()
             self._first, self._given = self._ledger.formed, int
             self._recover_all(state["pushed"])
             self._life, self._pushed_before = secrets.token_hex(8), self._pushed
@@ -341,14 +343,14 @@ class Feed(Outlet, SuppliesKeys[T]):
         is_newest = self._ranks.run is not None and self._ranks.run.number == run
         # The end of a run is where the next one begins: ranks may be in either.
         here = self._life, self._first + step if is_newest else self._next_given()
-        where, had, states = self._state_of_step
-        if where != here:
-            had, states = [0] * self._ranks.count, []
+        life, now = self._life, self._next_given()  # no rank is before that
+        self._rank_states = {at: these for at, these in self._rank_states.items() if at[0] == life and at[1] >= now}
+        had, states = self._rank_states.setdefault(here, ([0] * self._ranks.count, []))
         if had[rank] == len(states):
             states.append(self.state_at(self._runs_begun, here[1]))
         had[rank] += 1
-        are_fetched = min(had) == len(states)
-        self._state_of_step = (None, [], []) if are_fetched else (here, had, states)
+        if min(had) == len(states):
+            del self._rank_states[here]
         return states[had[rank] - 1]
 
     def rank_load(self, rank: int, state: dict[str, Any]) -> None:

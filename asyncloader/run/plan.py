@@ -25,13 +25,14 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
-from asyncloader.epochs import restore
+from asyncloader.epochs import hears, restore
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.indices import Indices, listed
 from asyncloader.messages.snapshot import Frozen, Pace
+from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
 from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
-from asyncloader.run.rng_snapshot import draws_once
+from asyncloader.run.rng_snapshot import RNGSnapshot, draws_once
 from asyncloader.samplers.ordered import bare_state, whole_state
 from asyncloader.samplers.random_order import indices, skip, take
 from asyncloader.seeding.turns import Drawing
@@ -396,6 +397,20 @@ def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Seq
     if sampler is not None and states is not None and states["sampler"] is not None:
         with Drawing():  # it may set global generators
             sampler.load_state_dict(states["sampler"])
+
+
+def load_told(options: Options, states: dict[str, Any] | None) -> None:
+    """Load the state of samplers that have `set_epoch`, of the time between two runs, when the loader is given it.
+
+    So an epoch that is set from then on differs from what they have been told. Generators stay where they are: the
+    state is loaded again when the run begins.
+    """
+    samplers = samplers_within(options.index_sampler)
+    if states is not None and any(map(hears, samplers)):
+        rng = RNGSnapshot(options.generator, samplers)
+        before = rng.capture()
+        load_samplers(options.index_sampler, states, ())
+        rng.restore(before)
 
 
 def preload_sampler(index_sampler: Any, states: dict[str, Any] | None) -> None:

@@ -156,7 +156,7 @@ def _load(
     options: Options, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs
 ) -> tuple[SamplerState, dict[int, WorkerStart] | None]:
     """Bring samplers and dataset to where the run begins; return where the samplers and the workers are then."""
-    samplers = _load_samplers(options.index_sampler, state, states, runs.latest)
+    samplers = _load_samplers(options.index_sampler, state, states, runs)
     if state is not None:
         with runs.set_epochs.telling():
             restore(listeners(options.dataset), state["dataset_epochs"])
@@ -261,13 +261,10 @@ def _chain(state: dict[str, Any] | None) -> int | None:
 
 
 def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: int, runs: Runs) -> None:
-    """Have samplers come to the end of an epoch that was over: so they do what they do then, and begin another.
-
-    An epoch that the user has set since the state was loaded is the one that begins now.
-    """
+    """Have samplers come to the end of an epoch that was over: so they do what they do then, and begin another."""
     if states is None:
         return
-    chosen = runs.set_epochs.of_samplers(index_sampler)
+    chosen = runs.set_epochs.of_samplers_since_load(index_sampler)
     load_samplers(index_sampler, states, ())
     with Drawing():
         keys = iter(index_sampler)
@@ -275,19 +272,21 @@ def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: i
         plan = Plan(index_sampler, keys, Progress(), Pace())
         plan.resume(states, drawn)
         next(plan, None)
-    when_loaded = runs.set_epochs.when_loaded
-    for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, when_loaded, strict=False):
-        if epoch is not None and epoch != loaded:
-            sampler.set_epoch(epoch)
+    restore(samplers_within(index_sampler), chosen)
 
 
 def _load_samplers(
-    index_sampler: Any, state: dict[str, Any] | None, states: dict[str, Any] | None, latest: Checkpointer | None
+    index_sampler: Any, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs
 ) -> SamplerState:
-    """Bring samplers to where they were before they are iterated over; return where they are."""
-    samplers = SamplerState(None)
+    """Bring samplers to where they were before they are iterated over; return where they are.
+
+    If the state is of no run, an epoch that was set since it was loaded is the one that begins now.
+    """
+    samplers, latest = SamplerState(None), runs.latest
     if state is not None:
+        chosen = runs.set_epochs.of_samplers_since_load(index_sampler) if is_between_runs(state) else []
         load_samplers(index_sampler, None if state["is_over"] else states, state["set_epochs"])
+        restore(samplers_within(index_sampler), chosen)
         samplers = SamplerState(None if states is None else Frozen(states), state["drawn"], state["is_over"])
     elif latest is not None and latest.progress.finished:
         samplers = latest.samplers_after()

@@ -27,15 +27,15 @@ class SetEpochs:
     Attributes:
         of_past_run: What the dataset had been told before a past run. Workers that make a batch of that again are told
             this, and no epoch of now.
-        when_loaded: What samplers had been told at the moment when a state was loaded.
     """
 
     def __init__(self) -> None:
         self.of_past_run: tuple[Told, ...] = ()
-        self.when_loaded: list[int | None] = []
         self._last = Told()  # by the loader
         self._by_state: tuple[list[int | None], list[int | None]] = [], []  # since then, to samplers and to the dataset
         self._is_telling = False  # a copy that is made now may have been told, or not
+        self._calls_when_loaded = 0
+        self._samplers_when_loaded: list[int | None] = []
         self._dataset_when_loaded: tuple[Told, ...] = ()
 
     @contextlib.contextmanager
@@ -64,7 +64,8 @@ class SetEpochs:
 
     def note_load(self, options: Options) -> None:
         """Note what is told when a state is loaded: an epoch that is set afterwards goes before the state's."""
-        self.when_loaded = self.of_samplers(options.index_sampler)
+        self._calls_when_loaded = self._last.calls
+        self._samplers_when_loaded = self.of_samplers(options.index_sampler)
         self._dataset_when_loaded = self.of_dataset(options.dataset)
 
     def of_samplers(self, index_sampler: Any) -> list[int | None]:
@@ -78,6 +79,14 @@ class SetEpochs:
     def of_copy(self, dataset: Any) -> tuple[Told, ...]:
         """Return what each was told of a copy of the dataset that is made now; nothing while the dataset is told."""
         return () if self._is_telling else self.of_dataset(dataset)
+
+    def of_samplers_since_load(self, index_sampler: Any) -> list[int | None]:
+        """Return what samplers were told since a state was loaded; None for those that may have been told nothing."""
+        now = self.of_samplers(index_sampler)
+        if self._last.calls > self._calls_when_loaded:  # all of them, even if it is the number that they had
+            return now
+        pairs = zip(now, self._samplers_when_loaded, strict=False)
+        return [epoch if epoch != before else None for epoch, before in pairs]
 
     def since_load(self, state: dict[str, Any] | None, options: Options) -> tuple[Told, ...]:
         """Return what the dataset was told since a state of the end of a run was loaded; nothing for other states."""

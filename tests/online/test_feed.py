@@ -1014,3 +1014,29 @@ def test_a_cost_that_is_none(cost: float) -> None:
                 settle()
         item.put(0, cost=10)
     assert feed.stats().ready == 1
+
+
+def test_producers_wait_for_batches_that_may_be_recycled() -> None:
+    """A loop that is left leaves prefetched batches, which may be too old for the next one: their items are leased."""
+    feed = Feed(range(8), batch_size=2, max_staleness=4, on_stale="recycle")
+    with producing(feed, 1):
+        loader = DataLoader(feed, num_workers=1, worker_backend="thread", prefetch_factor=4)
+        for batch in loader:
+            wait_until(lambda: feed.stats().in_batches == 8)
+            assert batch.tolist() == [0, 1]
+            break
+        feed.version = 10
+        rest = [value for batch in loader for value in batch.tolist()]
+    assert sorted(rest) == [*range(2, 8)]
+
+
+def test_a_reader_whose_feed_loads_a_state() -> None:
+    """It has nothing to wait for any more, and is told so."""
+    feed = Feed[int](batch_size=2)
+    state = feed.state_dict()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(lambda: next(iter(DataLoader(feed))))
+        wait_until(lambda: feed.has_begun)
+        feed.load_state_dict(state)
+        with pytest.raises(LoaderClosedError, match="another iterator"):
+            waiting.result(10)

@@ -436,7 +436,7 @@ def test_nothing_is_left_of_ranks() -> None:
 
 
 def test_several_states_at_one_step() -> None:
-    """The n-th state of each rank at a step is one, in whichever order the ranks take them."""
+    """The n-th state of each rank at a step is one, in whichever order the ranks take them, whoever is ahead."""
     feed = Feed[int](batch_size=2, num_replicas=2, step_timeout=5)
     handle, again = feed.handle(), Feed[int](batch_size=2, num_replicas=2, step_timeout=5)
     for number in range(12):
@@ -444,7 +444,10 @@ def test_several_states_at_one_step() -> None:
     loaders = [DataLoader(handle.for_rank(rank)) for rank in range(2)]
     iterators = [iter(loader) for loader in loaders]
     first = in_threads(*(lambda each=each: next(each).tolist() for each in iterators))
-    states = [[loader.state_dict() for _ in range(count)] for loader, count in zip(loaders, (2, 3), strict=True)]
+    states = [[loaders[0].state_dict() for _ in range(2)]]
+    next(iterators[0])
+    loaders[0].state_dict()  # of the next step
+    states.append([loaders[1].state_dict() for _ in range(3)])
     other = again.handle()
     resumed = [DataLoader(other.for_rank(rank)) for rank in range(2)]
     for loader, taken in zip(resumed, states, strict=True):
