@@ -281,7 +281,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.device is not None:
             from asyncloader.run.device_iterator import on_device
 
-            taken = on_device(taken, self.device, self.device_prefetch, self.device_transform)
+            taken = on_device(taken, self.device, self.device_prefetch, self.device_transform, self._newest())
         if taken is not iterator:
             self._newest = weakref.ref(taken)
         return cast("BaseIterator[T_co]", taken)

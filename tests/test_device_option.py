@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -369,7 +370,7 @@ def test_epochs_of_persistent_workers(device: SimulatedDevice) -> None:
     assert collect(loader, device) == ALL
     second = iter(loader)
     next(second)
-    next(first)  # the older one takes from the same run
+    assert second is first  # as torch's: two would take each other's batches
     loader.close()
     with pytest.raises(LoaderClosedError):
         next(second)
@@ -477,3 +478,29 @@ async def test_several_tasks_take_from_one_iterator(device: SimulatedDevice) -> 
     await asyncio.gather(take(), take(), take())
     device.run()
     assert sorted(seen) == [float(number) for number in range(COUNT)]
+
+
+def test_transforms_in_several_threads_draw_by_batch() -> None:
+    """Each has the global generators for itself, which are then as they were."""
+
+    def numbers(threads: int) -> list[tuple[int, float]]:
+        torch.manual_seed(1)
+        loader = DataLoader(
+            range(400), 2, num_workers=1, worker_backend="thread", device="cpu",
+            device_transform=lambda batch: (int(batch[0]), float(torch.rand(1))),
+        )  # fmt: skip
+        batches, before = iter(loader), torch.get_rng_state()
+        with ThreadPoolExecutor(threads) as pool:
+            taken = [each.result() for each in [pool.submit(list, batches) for _ in range(threads)]]
+        assert torch.equal(torch.get_rng_state(), before)
+        return sorted(each for part in taken for each in part)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        alone = numbers(1)
+        assert len({number for _, number in alone}) == 200
+        for _ in range(3):
+            assert numbers(3) == alone
+    finally:
+        sys.setswitchinterval(interval)

@@ -550,7 +550,7 @@ async def _read_opened(items: Items, stream: Any, states: dict[str, Any]) -> Non
         if not items.is_left:
             raise
     finally:
-        items.room.put(None)  # for `_forward`
+        items.room.put(False)  # for `_forward`
         if hasattr(iterator, "aclose"):
             await iterator.aclose()
 
@@ -558,10 +558,11 @@ async def _read_opened(items: Items, stream: Any, states: dict[str, Any]) -> Non
 def _forward(items: Items, loop: asyncio.AbstractEventLoop, room: asyncio.Event, task: asyncio.Task[None]) -> None:
     """Tell an async stream's loop of room, and of the end."""
     with suppress(RuntimeError):  # the loop was closed
-        while items.room.get() is True:
+        while (news := items.room.get()) is True:
             loop.call_soon_threadsafe(room.set)
-        items.is_left = True
-        loop.call_soon_threadsafe(task.cancel)
+        if news is None:
+            items.is_left = True
+            loop.call_soon_threadsafe(task.cancel)
 
 
 def _hand_over(items: Items, value: Any, dealer: _Dealer, keeper: _States) -> None:

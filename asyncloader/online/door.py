@@ -9,6 +9,7 @@ A connection that ends gives the leases back that it was given.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 import weakref
@@ -24,7 +25,10 @@ from asyncloader.online.lease import GivesLeases, Leased
 from asyncloader.online.ranks import RankPlace, Seat
 from asyncloader.online.wire import Unreadable, Withdrawn, check, parts_of, receive_async
 
+log = logging.getLogger("asyncloader")
+
 _LONGEST_PROOF_S = 10.0
+_RETRY_S = 0.5
 
 
 class ServesHandles(GivesLeases, Protocol):
@@ -117,7 +121,12 @@ class Door:
 
     async def _accept(self) -> None:
         while True:
-            sock, _ = await self._loop.sock_accept(self._listener)
+            try:
+                sock, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # there are too many descriptors, for example
+                log.warning("A handle could not connect to its feed, and is accepted later: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
             keep_from_forks(sock).setblocking(False)
             task = asyncio.create_task(_Connection(sock, self._feed, self._look_at_ranks).serve(self.secret))
             self._connections.add(task)
@@ -300,8 +309,8 @@ class _Connection:
         except Exception as raised:  # what the source gave, or raised, cannot be pickled
             if type(value) is Leased and (feed := self._feed()) is not None:
                 self._give_back_now(feed, value.lease, failed=True)
-            text = f"{type(raised).__name__}: {raised} ({error!r})"
-            parts = parts_of(number, (RuntimeError(text), None, version))
+            of = type(value if error is None else error).__name__
+            parts = parts_of(number, (RuntimeError(f"{type(raised).__name__}: {raised} (of {of})"), None, version))
         async with self._sending:
             for part in parts:
                 await asyncio.get_running_loop().sock_sendall(self._sock, part)

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, cast
 
 from asyncloader.online.errors import FeedClosedError
+from asyncloader.online.forks import generation
 
 
 class Leased(NamedTuple):
@@ -72,7 +73,7 @@ class _Held:
 
     def __init__(self, feed: GivesLeases, leased: Leased) -> None:
         self.id, self.value, self.version, self.tries, self._lease = leased
-        self._feed = feed
+        self._feed, self._process = feed, generation()
         self._is_settled = False
 
     def __repr__(self) -> str:
@@ -97,13 +98,14 @@ class _Held:
     def leave(self, error: BaseException | None) -> bool:
         """Give the item back, unless it was settled.
 
-        A task that was cancelled or interrupted has not failed, nor has one whose feed was closed.
+        A task that was cancelled or interrupted has not failed, nor has one whose feed was closed. A fork of the
+        process that leaves the block, to end, leaves the lease to its parent.
 
         Returns:
             Whether this feed was closed meanwhile, and nothing else is wrong: then the loop over leases ends.
         """
         was_closed = isinstance(error, FeedClosedError) and error.feed == self._feed.address
-        if not self._is_settled:
+        if not self._is_settled and self._process == generation():
             failed = error is None or (isinstance(error, Exception) and not was_closed)
             self._feed.give_back(self._lease, failed=failed)
         return was_closed and not cast(FeedClosedError, error).is_failure

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -272,6 +273,18 @@ class _Sent(NamedTuple):
     mark: Mark | None
 
 
+_turn = threading.RLock()
+"""Held by the thread that draws from the global generators in a transform: of all iterators of this process."""
+
+
+def _renew_turn() -> None:
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_turn)
+
+
 class _Seeded:
     """A transform, with global generators and that of the device seeded by batch: what it draws depends on that alone.
 
@@ -292,7 +305,7 @@ class _Seeded:
     def __call__(self, number: int, batch: Any) -> Any:
         """Return what becomes of the batch of this number."""
         on_device = self._device.generators
-        with Drawing(self._key), left_alone((*GLOBAL, *on_device)):
+        with _turn, Drawing(self._key), left_alone((*GLOBAL, *on_device)):
             seed = self._seeder(number, ON_DEVICE)
             for generator in on_device:
                 generator.manual_seed(seed)
@@ -411,10 +424,16 @@ class DeviceIterator(ClosableIterator):
     ) -> None:
         self._inner = inner
         self._source = source
-        self._device = device
-        self._depth = depth
-        self._transform = transform
         self._pid = os.getpid()
+        self.take_up(device, depth, transform)
+
+    def is_of(self, inner: Any) -> bool:
+        """Whether it brings the batches of this iterator to a device."""
+        return self._inner is inner
+
+    def take_up(self, device: Device, depth: int, transform: Callable[[Any], Any] | None) -> None:
+        """Go on with the run that the inner iterator is at: see the arguments of this class."""
+        self._device, self._depth, self._transform = device, depth, transform
         self._begin()
 
     def _begin(self) -> None:
@@ -600,6 +619,7 @@ def on_device(
     device: str | torch.device | Device,
     depth: int,
     transform: Callable[[Any], Any] | None = None,
+    last: Any = None,
 ) -> Any:
     """Return an iterator over batches on a device; the same one, if they are there, or it brings them there itself.
 
@@ -608,6 +628,8 @@ def on_device(
         device: Where they are to go.
         depth: How many are sent ahead.
         transform: Makes another batch of each, there.
+        last: The iterator that was returned last. If it brings batches of this same one, which has begun another run
+            with persistent workers, it is returned once more: two would take each other's batches.
 
     Raises:
         ConfigurationError: if torch sees no such device here.
@@ -622,7 +644,11 @@ def on_device(
     source: Source = LoaderSource(iterator) if is_counted else AnySource(iterator)
     # Batches of other iterators of a loader count as given when they are pulled.
     pulls = 0 if isinstance(iterator, ClosableIterator) and not is_counted else depth
-    return DeviceIterator(iterator, source, device, pulls if device.overlaps else 0, transform)
+    depth = pulls if device.overlaps else 0
+    if isinstance(last, DeviceIterator) and last.is_of(iterator):
+        last.take_up(device, depth, transform)
+        return last
+    return DeviceIterator(iterator, source, device, depth, transform)
 
 
 class OnDevice(Generic[T_co]):

@@ -16,6 +16,7 @@ import sys
 import termios
 import threading
 from array import array
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -689,4 +690,42 @@ def test_answers_are_read_while_the_handle_sends() -> None:
         assert [each.result(30) for each in leasing] == [8, 8, 8]
         for each in putting:
             each.result(30)
+    handle.close()
+
+
+def _fork_and_end(handle: FeedHandle, said: Any) -> None:
+    with handle.lease() as item:
+        if not (pid := os.fork()):
+            sys.exit(0)  # which leaves the block
+        os.waitpid(pid, 0)
+        item.put(item.value)
+    said.put("put")
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_within_a_lease(start: Callable[..., Any]) -> None:
+    """A fork that leaves the block, because it ends, does not give back what its parent has leased."""
+    feed, said = Feed([7], batch_size=1, max_retries=0), mp.get_context("fork").SimpleQueue()
+    start("fork", _fork_and_end, feed.handle(), said)
+    assert said.get() == "put"
+    feed.close()
+    assert [batch.tolist() for batch in DataLoader(feed)] == [[7]]
+
+
+async def test_a_door_that_cannot_accept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It tries again: the descriptors that were lacking are there later."""
+    feed, tries = Feed([7], batch_size=1), []
+    accept = BaseSelectorEventLoop.sock_accept
+
+    async def scarce(loop: Any, sock: Any) -> Any:
+        tries.append(sock)
+        if len(tries) == 1:
+            raise OSError(24, "Too many open files")
+        return await accept(loop, sock)
+
+    monkeypatch.setattr(BaseSelectorEventLoop, "sock_accept", scarce)
+    handle = feed.handle()
+    async with handle.lease() as item:
+        await item.put(item.value)
+    assert "could not connect to its feed, and is accepted later" in caplog.text
     handle.close()

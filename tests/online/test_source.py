@@ -278,3 +278,23 @@ def test_a_source_that_is_read_in_a_thread_uses_its_feed() -> None:
     with feed.lease() as item:
         assert item.value == 0
     feed.close()
+
+
+async def test_an_async_source_that_raises_as_if_it_were_cancelled() -> None:
+    """It is an error of the source, as any other: nobody waits for more."""
+
+    async def source() -> AsyncIterator[int]:
+        yield 0
+        raise asyncio.CancelledError
+
+    feed = Feed(source, batch_size=1)
+    async with asyncio.timeout(20):
+        async with feed.lease() as item:
+            await item.put(item.value)
+        with pytest.raises((RuntimeError, FeedClosedError), match=r"CancelledError|source has raised"):
+            async with feed.lease():
+                pass
+        async with aiter(DataLoader(feed)) as batches:
+            assert (await anext(batches)).tolist() == [0]
+            with pytest.raises(FeedClosedError, match="source has raised"):
+                await anext(batches)
