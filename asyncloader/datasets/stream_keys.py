@@ -560,7 +560,7 @@ def _forward(items: Items, loop: asyncio.AbstractEventLoop, room: asyncio.Event,
     with suppress(RuntimeError):  # the loop was closed
         while (news := items.room.get()) is True:
             loop.call_soon_threadsafe(room.set)
-        if news is None:
+        if news is not False:  # nobody takes any more
             items.is_left = True
             loop.call_soon_threadsafe(task.cancel)
 

@@ -174,9 +174,11 @@ class Ledger:
     @property
     def is_settled(self) -> bool:
         """Whether no unit will be leased any more."""
-        may_return = self.rules.on_stale == "recycle" and (self._ready or self._batches)  # if the loop is left
-        is_over = self.ended or (self.source_over and not (self.pending or self._running))
-        return self.closed or (is_over and not may_return)
+        if self.closed:
+            return True
+        if self.rules.on_stale == "recycle" and (self._batches or (self._ready and not self.ended)):
+            return False  # they may become too old, those of batches if the loop is left
+        return self.ended or (self.source_over and not (self.pending or self._running))
 
     def lease(self, item: Any = NOTHING, number: int = 0) -> Unit:
         """Lease an item of the source, where there is room; without one, the first unit that is pending."""
