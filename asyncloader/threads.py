@@ -55,9 +55,14 @@ def start(target: Callable[[], object], name: str, end: Callable[[], object] | N
         RuntimeError: if the system has no room for it.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
-    _threads[thread] = end
+    adopt(thread, end)
     thread.start()
     return thread
+
+
+def adopt(thread: threading.Thread, end: Callable[[], object] | None) -> None:
+    """Have `end_all` know of a thread: see `start`."""
+    _threads[thread] = end
 
 
 def end_all(grace_s: float) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -93,7 +94,12 @@ class Door:
         self._connections: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed, self._ended = asyncio.Event(), asyncio.Event()
-        threads.start(self._run, "asyncloader feed", self.end)
+        self._thread = threading.Thread(target=self._run, name="asyncloader feed", daemon=True)
+        self._thread.start()
+
+    def end_with_program(self) -> None:
+        """Let go of all handles when the interpreter ends: whoever trains has begun, and is waited for then."""
+        threads.adopt(self._thread, self.end)
 
     def close(self) -> None:
         """Accept no more handles; the thread ends with the last one."""

@@ -191,6 +191,8 @@ class Feed(Outlet, SuppliesKeys[T]):
                 raise self._closed_error()
             if self._door is None:
                 self._door = Door(self)
+                if self.has_begun:
+                    self._door.end_with_program()
             return FeedHandle(self.address, self._door.secret)
 
     def close(self, reason: str = "it was closed") -> None:
@@ -216,6 +218,11 @@ class Feed(Outlet, SuppliesKeys[T]):
             self._door.close()
         if self._limit is not None:
             self._limit.end()
+
+    def _begin(self, reader: Any, given: Callable[[], int]) -> None:
+        super()._begin(reader, given)
+        if self._door is not None:  # until now a trainer may come after the end of the main thread
+            self._door.end_with_program()
 
     def end_with_program(self) -> None:
         """Close the feed if its loader has begun, and has ended with all who train: producers would wait for ever."""
