@@ -493,9 +493,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         options = self._loader_options()
         if state:
             check(state, options)
-            preload_sampler(self._index_sampler, unplain(state["samplers"]))
+            states = unplain(state["samplers"])
+            preload_sampler(self._index_sampler, states)
             if is_between_runs(state):
-                load_told(options, unplain(state["samplers"]))
+                load_told(options, states)
         self._runs.load(state, options)
         self._iterator = None
         if found := state.get("num_workers"):

@@ -54,7 +54,7 @@ class Run:
         inbox: Keys that were read, for the loop thread.
         plan_ended: The sampler has no more keys behind these.
         handoff: Items that consumers can take.
-        all_taken: And whoever takes was told so: what `close` drops was not taken.
+        all_taken: All items were taken, and whoever takes was told so: what `close` drops was not taken.
         ended: Everything that was planned has been handed over. Written by the loop thread, as all that follows.
         closed: No more batches are made.
         error: Why no more are made, if that is no consumer's wish.

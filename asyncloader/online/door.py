@@ -97,7 +97,7 @@ class Door:
         self._thread = threading.Thread(target=self._run, name="asyncloader feed", daemon=True)
         self._thread.start()
 
-    def end_with_program(self) -> None:
+    def end_at_exit(self) -> None:
         """Let go of all handles when the interpreter ends: whoever trains has begun, and is waited for then."""
         threads.adopt(self._thread, self.end)
 

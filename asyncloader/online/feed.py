@@ -192,7 +192,7 @@ class Feed(Outlet, SuppliesKeys[T]):
             if self._door is None:
                 self._door = Door(self)
                 if self.has_begun:
-                    self._door.end_with_program()
+                    self._door.end_at_exit()
             return FeedHandle(self.address, self._door.secret)
 
     def close(self, reason: str = "it was closed") -> None:
@@ -222,7 +222,7 @@ class Feed(Outlet, SuppliesKeys[T]):
     def _begin(self, reader: Any, given: Callable[[], int]) -> None:
         super()._begin(reader, given)
         if self._door is not None:  # until now a trainer may come after the end of the main thread
-            self._door.end_with_program()
+            self._door.end_at_exit()
 
     def end_with_program(self) -> None:
         """Close the feed if its loader has begun, and has ended with all who train: producers would wait for ever."""

@@ -427,10 +427,6 @@ class DeviceIterator(ClosableIterator):
         self._pid = os.getpid()
         self.take_up(device, depth, transform)
 
-    def is_of(self, inner: Any) -> bool:
-        """Whether it brings the batches of this iterator to a device."""
-        return self._inner is inner
-
     def take_up(self, device: Device, depth: int, transform: Callable[[Any], Any] | None) -> None:
         """Go on with the run that the inner iterator is at: see the arguments of this class."""
         self._device, self._depth, self._transform = device, depth, transform
@@ -645,7 +641,7 @@ def on_device(
     # Batches of other iterators of a loader count as given when they are pulled.
     pulls = 0 if isinstance(iterator, ClosableIterator) and not is_counted else depth
     depth = pulls if device.overlaps else 0
-    if isinstance(last, DeviceIterator) and last.is_of(iterator):
+    if isinstance(last, DeviceIterator) and last._inner is iterator:
         last.take_up(device, depth, transform)
         return last
     return DeviceIterator(iterator, source, device, depth, transform)

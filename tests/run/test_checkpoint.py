@@ -243,7 +243,7 @@ def test_samplers_go_on_after_the_state_that_they_had_within_the_run() -> None:
     progress.end_is_known = True
     assert checkpointer.samplers_after() == SamplerState(last, 1, is_over=True)
     without = Progress(position=5)
-    without.is_over = True
+    without.end_is_known = True
     assert checkpointer_of(settings_of(), without).samplers_after() == SamplerState(None)
 
 
