@@ -27,7 +27,7 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncloader.errors import MAIN_IS_IMPORTED, NO_GUARD, WorkerStartError
-from asyncloader.worker.inherited import leave_servers
+from asyncloader.worker.inherited import OpenFile, files_to_reopen, leave_servers
 
 if TYPE_CHECKING:
     from asyncloader.messages.iterating_thread import IteratingThread
@@ -126,7 +126,7 @@ def start(
             if start_method == "fork":
                 thread.forget_imports_of_others()  # before anything is imported
             thread.adopt()
-        _become_worker(ends, start_method)
+        files = _become_worker(ends, start_method)
         if main:
             _import_main(main, ends.output)
         from asyncloader.worker.serve import serve
@@ -136,7 +136,7 @@ def start(
     except BaseException as error:
         _give_up(ends.output, _shown(error))
 
-    serve(worker_id, ends.channel, source, arena, start_method, epoch)
+    serve(worker_id, ends.channel, source, arena, start_method, epoch, files)
 
 
 def _give_up(output: int, why: str) -> NoReturn:
@@ -190,7 +190,9 @@ def refuse_in_main() -> None:
     raise WorkerStartError(NO_GUARD)
 
 
-def _become_worker(ends: Ends, start_method: str) -> None:
+def _become_worker(ends: Ends, start_method: str) -> list[OpenFile]:
+    """Return the files that the worker is to open once more."""
+    files = files_to_reopen() if start_method == "fork" else []  # at once: the trainer reads on
     _keep_freed_memory()
     _settle_signals()
     with contextlib.suppress(OSError):
@@ -204,6 +206,7 @@ def _become_worker(ends: Ends, start_method: str) -> None:
     gc.freeze()
     _report_crashes(ends.output)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # not before: the signal for stacks would have ended the process
+    return files
 
 
 def _keep_freed_memory() -> None:

@@ -1,22 +1,52 @@
-"""Sockets that a forked worker has from the trainer: those of servers are none of its business.
+"""Descriptors that a forked worker has from the trainer: the sockets of servers, and files.
 
 A connection ends for its other end when the last process that has it closes it. So a client of a server in the trainer
 would wait for as long as the workers live, and a server that was closed would seem to listen. Which sockets are a
 dataset's cannot be known; but one that listens is not, nor is a connection that came in through one that listens: it
 has the same address. Connections that the trainer has made itself are left alone.
+
+A file that the dataset has opened has one offset in the kernel, which the trainer and all forked workers share: the
+worker that seeks moves it for the worker that is about to read, and samples are wrong without an error. So a worker
+opens each file that is open for reading only once more, at the same offset, under the same descriptor. Whoever uses the
+descriptor (Python, a C library) does not notice. A file that is open for writing is left alone: several writers at one
+offset, as in a log, append; at offsets of their own they would overwrite each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import os
 import socket
 import stat
-from collections.abc import Hashable
-from typing import TypeAlias
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from functools import cmp_to_key, partial
+from typing import NamedTuple, TypeAlias
+
+log = logging.getLogger("asyncloader")
+
+_FOLDER = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+_O_PATH = getattr(os, "O_PATH", 0)
+_SYS_KCMP = {"x86_64": 312, "aarch64": 272}
 
 _Stream: TypeAlias = tuple[int, Hashable, bool]
 """A socket: its descriptor, its address at this end (None if it has none), and whether it listens."""
+
+
+class OpenFile(NamedTuple):
+    """A file that is open, as the kernel knows it: an open file description.
+
+    Attributes:
+        fds: Its descriptors; more than one where a descriptor was copied.
+        flags: Its access mode and status flags.
+        offset: Where it is read next.
+    """
+
+    fds: tuple[int, ...]
+    flags: int
+    offset: int
 
 
 def leave_servers() -> None:
@@ -25,7 +55,7 @@ def leave_servers() -> None:
     Their numbers stay taken, by ``/dev/null``: whoever has them in this process may still close them, and must not
     close what has got the same number since.
     """
-    streams = _inherited()
+    streams = _streams()
     servers = {address for _, address, listens in streams if listens} - {None}
     left = [fd for fd, address, listens in streams if listens or address in servers]
     if not left:
@@ -38,13 +68,78 @@ def leave_servers() -> None:
         os.close(null)
 
 
-def _inherited() -> list[_Stream]:
-    streams = []
-    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    for name in os.listdir(folder):
-        with contextlib.suppress(OSError):  # the descriptor of the folder itself; one that is no socket after all
+def files_to_reopen() -> list[OpenFile]:
+    """Return the regular files that are open for reading only, with their offsets of now: to be called at the fork."""
+    found: list[OpenFile] = []
+    alike: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+    for fd, status in _inherited():
+        if stat.S_ISREG(status.st_mode):
+            with contextlib.suppress(OSError):  # nothing of its kind can be asked for an offset
+                flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+                if flags & os.O_ACCMODE == os.O_RDONLY and not flags & _O_PATH:
+                    offset = os.lseek(fd, 0, os.SEEK_CUR)
+                    alike[status.st_dev, status.st_ino, flags, offset].append(fd)
+    for (_, _, flags, offset), fds in alike.items():
+        found += [OpenFile(tuple(copies), flags, offset) for copies in _by_description(fds)]
+    return found
+
+
+def reopen(files: Iterable[OpenFile]) -> None:
+    """Give this process open file descriptions of its own; a file that cannot be opened again stays as it is.
+
+    The link in /proc leads to the file itself, though it was renamed or deleted, or never had a name.
+    """
+    for file in files:
+        try:
+            new = os.open(f"{_FOLDER}/{file.fds[0]}", file.flags & ~os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.lseek(new, file.offset, os.SEEK_SET)
+                for fd in file.fds:
+                    os.dup2(new, fd, inheritable=os.get_inheritable(fd))
+            finally:
+                os.close(new)
+        except OSError as error:
+            words = "Worker with pid %d shares the offset of descriptor %d, whose file cannot be opened again: %s"
+            log.debug(words, os.getpid(), file.fds[0], error)
+
+
+def _by_description(fds: list[int]) -> list[list[int]]:
+    """Group descriptors by the open file description that they stand for: copies (``dup``) share an offset on purpose.
+
+    Where the kernel does not tell (a container without CAP_SYS_PTRACE), each descriptor is taken for a file of its own.
+    """
+    number = _SYS_KCMP.get(os.uname().machine)
+    if len(fds) == 1 or number is None:
+        return [[fd] for fd in fds]
+    import ctypes  # hardly ever needed
+
+    kcmp, process = partial(ctypes.CDLL(None).syscall, number), os.getpid()
+    order = {0: 0, 1: -1, 2: 1}
+    groups: list[list[int]] = []
+    for fd in sorted(fds, key=cmp_to_key(lambda one, other: order.get(kcmp(process, process, 0, one, other), 0))):
+        if groups and kcmp(process, process, 0, groups[-1][0], fd) == 0:
+            groups[-1].append(fd)
+        else:
+            groups.append([fd])
+    return groups
+
+
+def _inherited() -> Iterator[tuple[int, os.stat_result]]:
+    """Return the descriptors of this process, and what they are of. None where /proc is not mounted."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(_FOLDER)
+    for name in names:
+        with contextlib.suppress(OSError):  # the descriptor of the folder itself
             fd = int(name)
-            if stat.S_ISSOCK(os.fstat(fd).st_mode) and (stream := _look_at(fd)) is not None:
+            yield fd, os.fstat(fd)
+
+
+def _streams() -> list[_Stream]:
+    streams = []
+    for fd, status in _inherited():
+        with contextlib.suppress(OSError):  # one that is no socket after all
+            if stat.S_ISSOCK(status.st_mode) and (stream := _look_at(fd)) is not None:
                 streams.append(stream)
     return streams
 

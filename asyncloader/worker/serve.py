@@ -10,11 +10,13 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from asyncloader.messages.failure import with_notes
 from asyncloader.messages.messages import EpochSpec, WorkerSpec
 from asyncloader.worker.channel import WorkerChannel
+from asyncloader.worker.inherited import OpenFile, reopen
 from asyncloader.worker.overlap_loop import make_loop
 from asyncloader.worker.transport import ParentGone, ProcessTransport
 
@@ -22,7 +24,13 @@ _KILLED_WITHIN_S = 1.5
 
 
 def serve(
-    worker_id: int, channel_end: socket.socket, source: Any, arena: Any, start_method: str, epoch: EpochSpec
+    worker_id: int,
+    channel_end: socket.socket,
+    source: Any,
+    arena: Any,
+    start_method: str,
+    epoch: EpochSpec,
+    files: Iterable[OpenFile],
 ) -> None:
     """Stay until told to end; see :func:`asyncloader.worker.bootstrap.start`, which calls it."""
     channel = WorkerChannel(channel_end)
@@ -31,6 +39,7 @@ def serve(
     try:
         transport = ProcessTransport(worker_id, channel, arena)
         transport.come_up()  # before the source is opened, which may call the user's code
+        reopen(files)  # after the worker has said that it is up: a network drive may take its time
         loop = make_loop(worker_id, transport, epoch, _opened(source))
         del source
         with loop.modes():
