@@ -280,8 +280,7 @@ def timed_out(
     if worker is None:
         words += f" No worker has the awaited batch: {why or 'it waits for one, or it is being joined or pinned'}."
         return BatchTimeoutError(words, timeout_s=timeout_s)
-    which = "is of an iterable dataset" if _is_of_a_stream(keys) else f"has the indices {describe_keys(keys)}"
-    words += f" The awaited batch {which}; worker {worker} (pid {pid}) has it. "
+    words += f" {describe_batch(keys, worker, pid)} "
     if tries:
         words += f"The batch is given up after {tries} tries.\n"
     else:
@@ -289,6 +288,12 @@ def timed_out(
         words += ', or have another worker try it: on_timeout="retry".\n' if may_retry else ".\n"
     words += f"The worker is at:\n{stack}" if stack else why
     return BatchTimeoutError(words, timeout_s=timeout_s, keys=keys, pid=pid, stack=stack)
+
+
+def describe_batch(keys: Any, worker: int, pid: int | None) -> str:
+    """Say which batch is awaited, and which worker has it."""
+    which = "is of an iterable dataset" if _is_of_a_stream(keys) else f"has the indices {describe_keys(keys)}"
+    return f"The awaited batch {which}; worker {worker} (pid {pid}) has it."
 
 
 def internal(error: BaseException) -> InternalError:

@@ -288,7 +288,8 @@ class ArrivingKeys(Protocol):
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Return whether so many keys, or what comes in their place at the end, can be had without waiting.
 
-        If not, ``tell`` is called once, in any thread, as soon as they can.
+        If not, ``tell`` is called once, in any thread, as soon as they can. An iterator that can tell when keys are
+        waited for in vain has a method ``why_no_keys`` as well, which returns the reason, or "".
         """
 
 

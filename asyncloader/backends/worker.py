@@ -7,6 +7,7 @@ import enum
 import threading
 from collections.abc import Callable
 
+from asyncloader.observe.activity import Activity
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
@@ -33,12 +34,13 @@ class Worker:
         is_ready: Whether it has opened the dataset.
         is_lost: Whether it went with its machine, so that none of its tickets is to blame.
         started_at: On :func:`time.monotonic`'s clock, seconds.
+        was_forked: Whether it is a copy of this process.
         answers_within_s: A worker that is asked where it is has so long to answer. Seconds.
     """
 
     pid = -1
     exitcode: int | None = None
-    is_ready = is_lost = False
+    is_ready = is_lost = was_forked = False
     started_at = 0.0
     answers_within_s = 0.5
 
@@ -79,6 +81,10 @@ class Worker:
     def kill(self) -> None:
         """End it at once."""
         raise NotImplementedError
+
+    def activity(self) -> Activity | None:
+        """Return what it does at the level of the kernel; None where nobody tells."""
+        return None
 
     def wait_dead(self, timeout_s: float | None) -> bool:
         """Wait until it is gone. Not on the loop thread."""

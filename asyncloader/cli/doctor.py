@@ -22,6 +22,7 @@ from asyncloader.cli.large import find_large
 from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
 from asyncloader.machine import available_bytes, memory_limits, private_bytes, usable_cores
+from asyncloader.observe.activity import threaded_libraries
 from asyncloader.options import AutoWorkers
 from asyncloader.ray import RayWorkers
 
@@ -133,6 +134,17 @@ def start_method() -> Finding:
     return Finding("start method", method)
 
 
+def library_threads() -> Finding:
+    """Libraries that have threads of their own, which forked workers do not get."""
+    if not (loaded := threaded_libraries()):
+        return Finding("library threads", "no such library is loaded")
+    advice = (
+        "A worker that is forked after such a library was used may wait for its threads for ever. If workers hang in "
+        'one of these, say multiprocessing_context="forkserver".'
+    )
+    return Finding("library threads", ", ".join(loaded), advice * (multiprocessing.get_start_method() == "fork"))
+
+
 def pinning() -> Finding:
     """Whether page-locked memory can be had."""
     if not torch.accelerator.is_available():
@@ -164,6 +176,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     descriptors,
     processes,
     start_method,
+    library_threads,
     pinning,
     workers,
 )

@@ -39,6 +39,7 @@ from asyncloader.engine.actions import (
 )
 from asyncloader.engine.answer import Answer
 from asyncloader.engine.finisher import Finisher
+from asyncloader.engine.hang_report import HangReporter
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.run import Run
 from asyncloader.engine.slices import Divided
@@ -114,6 +115,7 @@ class Session:
         self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
         self._outbox = supervisor.outbox
         supervisor.attach(self)
+        self._hangs = HangReporter(loop, pool, self)
 
     def __repr__(self) -> str:
         return f"<Session {self.state.name} {self.run.scheduler!r} {self.pool!r}>"
@@ -207,6 +209,7 @@ class Session:
             self.portal.sessions.add(self)  # until the pool tells of its end
             self._loop.on_error = self._on_error
             self._move(State.OPEN)
+            self._hangs.start()
             self._read_inbox()  # workers find their tickets waiting, and work while the next ones are started
             yield from self.pool.start(self.run.epoch, self.flush)
         except BaseException as error:
@@ -233,6 +236,7 @@ class Session:
                 steps.callback(self._finisher.stop)
             steps.callback(self.run.meter.write_trace)
             steps.callback(self.supervisor.stop)
+            steps.callback(self._hangs.stop)
             steps.callback(self._read_inbox)
             steps.callback(self.run.close)
             if self._last is not None:

@@ -74,6 +74,9 @@ class GivesBatches(Protocol):
     def arrived(self, reader: Any, tell: Callable[[], object]) -> bool:
         """Return whether an iterator gets something without waiting; if not, tell it when it does."""
 
+    def why_no_keys(self) -> str:
+        """Return why there may be no further batch; "" while producers are at work."""
+
     def next_batch(self, reader: Any) -> list[SampleKey]:
         """Return the next batch of an iterator; wait for it."""
 
@@ -200,6 +203,10 @@ class FeedKeys:
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Whether the next batch is there, or the end: see :class:`asyncloader.protocols.ArrivingKeys`."""
         return self._feed.arrived(self, tell)
+
+    def why_no_keys(self) -> str:
+        """Return what the next batch waits for, if that may be in vain."""
+        return self._feed.why_no_keys()
 
     def __next__(self) -> list[SampleKey]:
         keys = self._feed.next_batch(self)

@@ -105,6 +105,16 @@ class Outlet(Intake):
             self._tells.append(tell)
             return False
 
+    def why_no_keys(self) -> str:
+        """Return why there may be no further batch: no producer has a lease. "" while some producer has one."""
+        with Change(self):
+            ledger = self._ledger
+            if ledger.num_running:
+                return ""
+            return (
+                f"its feed has {ledger.num_ready} of {ledger.rules.size} samples or groups, and no producer has a lease"
+            )
+
     def next_batch(self, reader: Any) -> list[SampleKey]:
         """Return the batch with the reader's number; wait for it.
 

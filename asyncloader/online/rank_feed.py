@@ -158,6 +158,10 @@ class RankFeed(SuppliesKeys[T]):
         future.add_done_callback(lambda _: tell())
         return False
 
+    def why_no_keys(self) -> str:
+        """Return nothing: the feed is elsewhere, and its ``step_timeout`` speaks for it."""
+        return ""
+
     def next_batch(self, reader: Any) -> list[SampleKey]:
         """Return the next batch of a reader; wait for it.
 

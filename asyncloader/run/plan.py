@@ -163,6 +163,10 @@ class Plan:
         self._consumer = weakref.ref(consumer)
         self._bind()
 
+    def why_no_keys(self) -> str:
+        """Return what the next keys wait for, if that may be in vain; "" if not, or if nobody can tell."""
+        return str(getattr(self._inner, "why_no_keys", str)())
+
     def leave(self) -> None:
         """Have no more keys be read ahead. In any thread."""
         if hasattr(self._inner, "leave"):

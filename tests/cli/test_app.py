@@ -16,7 +16,7 @@ import torch.utils.data
 from typer.testing import CliRunner, Result
 
 from asyncloader.cli.app import app
-from asyncloader.cli.doctor import copies, crew, start_method
+from asyncloader.cli.doctor import copies, crew, library_threads, start_method
 from asyncloader.cli.measure import Run
 from asyncloader.cli.report import Report
 from asyncloader.cli.search import Search, choose
@@ -273,11 +273,24 @@ def test_doctor_looks_at_this_machine() -> None:
     findings = {row["what"]: row for row in json.loads(done.stdout)["findings"]}
     assert list(findings) == [
         *("versions", "cores", "torch threads", "memory", "/dev/shm", "descriptors", "processes", "start method"),
-        *("pinned memory", "workers", "Ray"),
+        *("library threads", "pinned memory", "workers", "Ray"),
     ]
     assert findings["workers"]["found"].startswith("2 started and delivered")
     assert done.exit_code == any(row[""] == "bad" for row in findings.values())
     assert "workers" in call("doctor").stdout
+
+
+@pytest.mark.parametrize(("method", "is_advised"), [("fork", True), ("forkserver", False)])
+def test_the_doctor_lists_libraries_with_threads(
+    method: str, is_advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked workers lack these threads; what a program of theirs does by itself is not called bad."""
+    monkeypatch.setitem(sys.modules, "polars", types.ModuleType("polars"))
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: method)
+    finding = library_threads()
+    assert "polars" in finding.found
+    assert ("forkserver" in finding.advice) == is_advised
+    assert not finding.is_bad
 
 
 DOCTOR_IN_NEED = """
@@ -410,7 +423,7 @@ def test_doctor_finds_what_workers_will_copy(
     report = json.loads(done.out)
     assert "args ['fast', '--size=3']" in done.err
     assert "not to be seen" not in done.err
-    findings = {row["what"]: row["found"] for row in report["findings"][11:]}
+    findings = {row["what"]: row["found"] for row in report["findings"][12:]}
     assert sorted(findings) == ["Photos.names", "Photos.rows"]
     rows = re.fullmatch(r"list of 60,000, (\d+) MB; (\d+) MB more with 4 workers \((\w+)\)", findings["Photos.rows"])
     assert rows is not None

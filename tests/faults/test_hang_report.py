@@ -1,0 +1,294 @@
+"""A batch that has not come for long: the log says what it waits for, with no option set."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from asyncloader import DataLoader, LoaderClosedError
+from asyncloader.engine import hang_watch
+from asyncloader.engine.hang_report import Seen, describe, explain
+from asyncloader.observe.activity import Activity
+from asyncloader.online import Feed
+from tests.patience import until, wait_until
+from tests.test_arriving_keys import Fed
+
+pytestmark = pytest.mark.usefixtures("patient_stacks")
+
+FACES = ["for", "async for"]
+BACKENDS = ["process", "thread"]
+NAME = "pool of a library"
+
+
+@pytest.fixture(autouse=True)
+def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a wait be too long after half a second."""
+    monkeypatch.setattr(hang_watch, "LOOK_S", 0.1)
+    monkeypatch.setattr(hang_watch, "FIRST_S", 0.5)
+
+
+class Gated(Dataset[int]):
+    """Does not come back from sample 5 while there is no such file."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate = gate
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            self.wait_for_the_gate()
+        return index
+
+    def wait_for_the_gate(self) -> None:
+        """Hang."""
+        while not self._gate.exists():
+            time.sleep(0.01)
+
+
+class GatedStream(IterableDataset[int]):
+    """Hangs likewise."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gated = Gated(gate)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self._gated[index] for index in range(16))
+
+
+class GatedAsync:
+    """Hangs in an await."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate = gate
+
+    def __len__(self) -> int:
+        return 16
+
+    async def __getitem__(self, index: int) -> int:
+        while index == 5 and not self._gate.exists():
+            await self.wait_for_the_gate()
+        return index
+
+    async def wait_for_the_gate(self) -> None:
+        """Hang."""
+        await asyncio.sleep(0.01)
+
+
+class Locked(Dataset[int]):
+    """Takes a lock for each sample."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            return index
+
+
+class Busy(Dataset[int]):
+    """Computes for as long as there is no such file."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate = gate
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        while not self._gate.exists():
+            sum(range(10_000))
+        return index
+
+
+def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what was said of batches that do not come."""
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [message for message in messages if "for a batch that has not come" in message]
+
+
+async def epoch(loader: Any, face: str) -> list[Any]:
+    """Take all batches, in another thread, or on this loop."""
+    if face == "for":
+        return await asyncio.to_thread(list, loader)
+    return [batch async for batch in loader]
+
+
+async def taken_at_last(loader: Any, face: str, gate: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """Take an epoch that hangs until the hang was reported; return the only report."""
+    task = asyncio.create_task(epoch(loader, face))
+    await until(lambda: reports(caplog) or task.done())
+    await asyncio.sleep(0.3)
+    gate.touch()  # noqa: ASYNC240
+    batches = await task
+    assert sorted(index for batch in batches for index in batch.tolist()) == list(range(len(loader.dataset)))
+    (report,) = reports(caplog)
+    return report
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_the_report_names_worker_batch_and_place(
+    backend: Any, face: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what the kernel knows of the worker. The run goes on as if nothing had been."""
+    loader = DataLoader(Gated(tmp_path / "gate"), batch_size=4, num_workers=2, worker_backend=backend)
+    report = await taken_at_last(loader, face, tmp_path / "gate", caplog)
+    assert "The awaited batch has the indices [4, 5, 6, 7]; worker 1 (pid " in report
+    assert "in wait_for_the_gate" in report
+    assert "s of CPU time in the last" in report
+
+
+@pytest.mark.parametrize("face", FACES)
+async def test_the_worker_of_a_stream(face: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its batches have no indices."""
+    stream = GatedStream(tmp_path / "gate")
+    task = asyncio.create_task(epoch(DataLoader(stream, batch_size=4, num_workers=1), face))
+    await until(lambda: reports(caplog) or task.done())
+    (tmp_path / "gate").touch()
+    assert len(await task) == 4
+    (report,) = reports(caplog)
+    assert "is of an iterable dataset; worker 0" in report
+    assert "in wait_for_the_gate" in report
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("face", FACES)
+async def test_an_await_that_does_not_end(
+    face: str, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the loop of a worker, or on ours."""
+    dataset: Any = GatedAsync(tmp_path / "gate")
+    loader = DataLoader(dataset, batch_size=4, num_workers=num_workers)
+    report = await taken_at_last(loader, face, tmp_path / "gate", caplog)
+    assert "wait_for_the_gate" in report
+
+
+def test_a_lock_that_another_thread_held_at_the_fork(caplog: pytest.LogCaptureFixture) -> None:
+    """The report names the threads that the worker lacks, and the line to write."""
+    dataset, is_held = Locked(), threading.Event()
+
+    def hold() -> None:
+        with dataset.lock:
+            is_held.set()
+            wait_until(lambda: reports(caplog))
+
+    thread = threading.Thread(target=hold, name=NAME)
+    thread.start()
+    assert is_held.wait(20)
+    time.sleep(0.03)  # the kernel counts the starts of threads and processes in hundredths of a second
+    iterator = iter(DataLoader(dataset, num_workers=1))
+    consumer = threading.Thread(target=suppressed, args=(iterator,))
+    consumer.start()
+    thread.join()
+    iterator.close()
+    consumer.join()
+    (report,) = reports(caplog)
+    assert "It sleeps" in report
+    assert "has used 0.0" in report
+    assert "in __getitem__" in report
+    assert f"1 {NAME!r}" in report
+    assert 'multiprocessing_context="forkserver"' in report
+
+
+def suppressed(iterator: Iterator[Any]) -> None:
+    """Take a batch that does not come."""
+    with pytest.raises(LoaderClosedError):
+        next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("was_forked", "state", "used_s", "is_explained"),
+    [(True, "S", 0.0, True), (False, "S", 0.0, False), (True, "R", 0.0, False), (True, "S", 5.0, False)],
+)
+def test_the_fork_is_named_only_where_it_may_be_the_cause(
+    was_forked: bool, state: str, used_s: float, is_explained: bool
+) -> None:
+    """The worker is a copy, waits, and has done nothing since; this process has threads of its own."""
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait, name=NAME)
+    thread.start()
+    worker: Any = SimpleNamespace(was_forked=was_forked, pid=7)
+    started = 10**12  # after all threads
+    before = Seen(worker, 100.0, Activity("S", "", 1.0, started))
+    now = Seen(worker, 160.0, Activity(state, "futex_wait", 1.0 + used_s, started))
+    try:
+        assert (NAME in explain(before, now)) == is_explained
+        assert f"has used {used_s:.2f} s of CPU time in the last 60 s" in describe(before, now)
+        assert "futex_wait" in describe(before, now)
+    finally:
+        ends.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(("state", "words"), [("D", "network drive"), ("T", "kill -CONT 7"), ("X", "state is X")])
+def test_each_state_has_words(state: str, words: str) -> None:
+    """What is to be done is another thing each time."""
+    worker: Any = SimpleNamespace(was_forked=True, pid=7)
+    seen = Seen(worker, 1.0, Activity(state, "", 1.0, 1))
+    assert words in describe(seen, seen)
+    assert describe(seen, seen._replace(activity=None)) == ""
+
+
+def test_a_worker_that_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not idle, and so no thread is to blame."""
+    iterator = iter(DataLoader(Busy(tmp_path / "gate"), num_workers=1))
+    opener = threading.Thread(target=lambda: (wait_until(lambda: reports(caplog)), (tmp_path / "gate").touch()))
+    opener.start()
+    assert next(iterator).tolist() == [0]
+    opener.join()
+    iterator.close()
+    (report,) = reports(caplog)
+    assert "forkserver" not in report
+    assert float(report.partition("has used ")[2].partition(" s of CPU")[0]) > 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+async def test_keys_that_come_late_are_no_hang(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is known of where they come from, and so nothing is said."""
+    fed = Fed()
+    iterator = iter(DataLoader(fed, batch_size=1, num_workers=num_workers))
+    task = asyncio.create_task(anext(iterator))
+    await asyncio.sleep(1.5)
+    assert not caplog.records
+    fed.line.put(3)
+    await task
+    await iterator.aclose()
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+async def test_a_feed_says_that_nobody_produces(is_leased: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is said while a producer is at work on a lease, for however long."""
+    feed: Feed[int] = Feed(range(8), batch_size=2)
+    async with contextlib.AsyncExitStack() as leases:
+        if is_leased:
+            await leases.enter_async_context(feed.lease())
+        task = asyncio.create_task(anext(iter(DataLoader(feed, num_workers=1))))
+        await asyncio.sleep(1.5)
+        assert [("no producer has a lease" in each) for each in reports(caplog)] == [True] * (not is_leased)
+    feed.close()
+    with pytest.raises(StopAsyncIteration):
+        await task
+
+
+async def test_a_trainer_that_trains_does_not_wait(caplog: pytest.LogCaptureFixture) -> None:
+    """However long a step takes; and nothing is asked when nobody waits."""
+    iterator = iter(DataLoader(range(8), batch_size=2, num_workers=1))  # type: ignore[arg-type]
+    await anext(iterator)
+    await asyncio.sleep(1.5)
+    assert not caplog.records
+    assert len([batch async for batch in iterator]) == 3
