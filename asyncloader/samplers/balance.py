@@ -32,9 +32,9 @@ from asyncloader.seeding.hashing import mix
 
 Cost = Callable[[NDArray[Any]], Any]
 _STEPS = 256
-"""Costs that differ by less than one of so many steps, between a power of two and the next, count as equal."""
-
-
+"""Neighbours whose costs differ by less than one of so many steps, from a power of two to the next, cost the same."""
+_COARSE_STEPS = 8
+"""The same for samples that are divided: few enough that the next epoch's order divides them otherwise."""
 _BELOW_ALL = -1100
 """An exponent below that of any number but 0, for which `frexp` has the exponent of numbers from a half on."""
 
@@ -43,15 +43,15 @@ def balanced(costs: NDArray[Any], count: int, most: int) -> NDArray[np.int64]:
     """Return the batch that each sample is put into, so that all batches cost about the same.
 
     Args:
-        costs: The cost of each sample.
+        costs: The cost of each sample, in the order of the epoch: see `dearest_first`.
         count: How many batches there are.
         most: How many samples a batch has at most; `count` times that are no fewer than the samples. Where samples
             are as many as batches or more, no batch is empty.
     """
-    dearest_first = np.argsort(-costs, kind="stable")
+    order = dearest_first(costs)
     batches = []
     cheapest = [(0.0, 0, batch) for batch in range(count)]  # a heap: what each costs, and how many samples it has
-    for cost in costs[dearest_first].tolist():
+    for cost in costs[order].tolist():
         total, size, batch = cheapest[0]
         batches.append(batch)
         if size + 1 < most:
@@ -59,8 +59,24 @@ def balanced(costs: NDArray[Any], count: int, most: int) -> NDArray[np.int64]:
         else:
             heapq.heappop(cheapest)
     found = np.empty(len(costs), dtype=np.int64)
-    found[dearest_first] = batches
+    found[order] = batches
     return found
+
+
+def dearest_first(costs: NDArray[Any]) -> NDArray[np.int64]:
+    """Return an order from the highest cost to the lowest; costs within 9 % of each other stay in the order given.
+
+    That order is another one in each epoch. Were samples sorted exactly, those of a window that holds a whole data set
+    would make the same batches in every epoch.
+    """
+    return np.argsort(-_levels(costs, _COARSE_STEPS), kind="stable")
+
+
+def _levels(costs: NDArray[Any], steps: int) -> NDArray[np.int64]:
+    """Return numbers that are nearly logarithms of costs, with so many steps from a power of two to the next."""
+    mantissas, exponents = np.frexp(costs.astype(np.float64))
+    exponents[costs == 0] = _BELOW_ALL
+    return exponents.astype(np.int64) * steps + (mantissas * 2 * steps).astype(np.int64)
 
 
 def balanced_within(
@@ -93,10 +109,7 @@ def alike_in_a_row(costs: NDArray[Any], *key: int, shuffle: bool = True) -> NDAr
         key: Seeds where it begins, and the order of batches that cost the same.
         shuffle: Otherwise these are in their own order.
     """
-    mantissas, exponents = np.frexp(costs)
-    exponents[costs == 0] = _BELOW_ALL
-    levels = exponents.astype(np.int64) * _STEPS + (mantissas * 2 * _STEPS).astype(np.int64)  # nearly logarithms
-    count = len(costs)
+    levels, count = _levels(costs, _STEPS), len(costs)
     tie = Shuffle(count, *key)(np.arange(count)) if shuffle else np.arange(count)
     rising = np.lexsort((tie, levels))
     ring = np.concatenate([rising[::2], rising[1::2][::-1]])

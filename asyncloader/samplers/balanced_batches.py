@@ -27,6 +27,8 @@ class BalancedBatchSampler(WindowedBatchSampler):
 
     Samples are taken in windows of the shuffled order. The samples of a window are divided into batches of equal cost;
     where single samples cost more than that, their batches come in a row, the ones that cost alike beside each other.
+    Costs within 9 % count as equal, and their samples are divided in the order of the epoch, so hardly a batch comes
+    again.
     The batches of a step therefore cost the same on any number of ranks, and the batches themselves are the same on
     any. All ranks get as many; a state, of any one rank, is resumed on any number of ranks.
 

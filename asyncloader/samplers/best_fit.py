@@ -1,4 +1,4 @@
-"""Best-fit packing: samples, the longest first, each into the block that it leaves the least room in.
+"""Best-fit packing: samples, roughly the longest first, each into the block that it leaves the least room in.
 
 The room in open blocks is kept as bits: one 128-bit number for each 128 sizes, with a bit for each size
 that a block has left, and one number with a bit for each of those that are not 0. The least room that is enough is
@@ -18,7 +18,7 @@ def best_fit(sizes: Iterable[int], capacity: int) -> list[int]:
     """Return the block that each of these sizes is put into, in numbers from 0 on.
 
     Args:
-        sizes: The largest first, none of them above `capacity`.
+        sizes: None of them above `capacity`. Blocks are fuller if the largest come first.
         capacity: The capacity of a block.
     """
     open_blocks: dict[int, list[int]] = {}  # by what they have left

@@ -6,7 +6,9 @@ from collections.abc import Sized
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Sampler
 
+from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.ordered import Order, OrderedSampler
 from asyncloader.samplers.shuffle import Shuffle
 
@@ -31,7 +33,7 @@ class ElasticSampler(OrderedSampler):
             beginning of the epoch's order are repeated at its end.
 
     Raises:
-        ConfigurationError: if the rank is not one of the ranks.
+        ConfigurationError: if the rank is not one of the ranks, or the dataset is a sampler.
     """
 
     def __init__(
@@ -43,6 +45,11 @@ class ElasticSampler(OrderedSampler):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        if isinstance(dataset, Sampler):
+            raise ConfigurationError(
+                f"the order of a {type(dataset).__name__} would be ignored: ElasticSampler makes an order itself, and "
+                "divides it among ranks. Give it the dataset, or its length"
+            )
         super().__init__(num_replicas, rank, seed, drop_last)
         self.dataset = dataset
         self.shuffle = shuffle

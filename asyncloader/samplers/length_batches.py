@@ -26,7 +26,8 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
     """Make batches of samples of like length, as many as a budget of tokens allows; go on anywhere, on any ranks.
 
     Samples are taken in windows of the shuffled order. The samples of a window are sorted by length, cut into batches
-    whose longest sample, times their number, is within the budget, and these batches are shuffled. All ranks get as
+    whose longest sample, times their number, is within the budget, and these batches are shuffled. An epoch has two
+    windows at least, with other samples in each epoch, so hardly a batch comes again. All ranks get as
     many batches; a state, of any one rank, is resumed on any number of ranks.
 
     Called from the thread that reads it.
@@ -78,6 +79,8 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         one_of("too_long", too_long, TooLong)
         self.too_long = too_long
         self.buckets = self._find_buckets(buckets)
+        # Were the samples of one window sorted, which holds them all, they would make the same batches in every epoch.
+        self._least_windows = 2 if shuffle else 1
         self._check_longest()
 
     @property

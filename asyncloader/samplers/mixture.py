@@ -10,11 +10,11 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Sampler
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.ordered import Order, OrderedSampler
-from asyncloader.samplers.shares import CYCLE, Schedule
+from asyncloader.samplers.shares import Schedule
 from asyncloader.samplers.shuffle import by_group, reshuffled
 
 log = logging.getLogger("asyncloader")
@@ -27,17 +27,17 @@ _LEAST_SHARE = 1e-9
 class MixtureSampler(OrderedSampler):
     """Mix several sources by weight, over the indices of a `ConcatDataset`.
 
-    In every 1,000 samples of all ranks together (the first 1,000, the next ...) each source has its share to within
-    one sample, spread evenly; what is rounded evens out over time. A source that comes to its end begins anew in
-    another order. Nothing is stored of the order: memory and states are as small for any lengths, and a state, of any
-    one rank, is resumed on any number of ranks.
+    In every 1,000 samples of all ranks together (the first 1,000 of the same weights, the next ...) each source has its
+    share to within one sample, spread evenly; what is rounded evens out over time. A source that comes to its end
+    begins anew in another order. Nothing is stored of the order: memory and states are as small for any lengths, and a
+    state, of any one rank, is resumed on any number of ranks.
 
     Called from the thread that reads it.
 
     Args:
         lengths: How many samples each source has: numbers, or the datasets themselves, or a `ConcatDataset` of them.
         weights: The share of each source, in any unit: `[7, 2, 1]`. Or a curriculum: pairs of the sample, counted
-            over all ranks, from which on weights hold, rounded up to a multiple of 1,000, and these weights:
+            over all ranks, from which on weights hold, and these weights:
             `[(0, [1, 0]), (50_000, [1, 1])]`. By default sources are weighted by their lengths.
         stop: Where an epoch ends: "first" when a source has come to its end and would begin anew, "all" when every
             source has been gone through at least once, None never.
@@ -71,7 +71,7 @@ class MixtureSampler(OrderedSampler):
                 f"give its values: {[*lengths]}"
             )
         sources: Iterable[Any] = lengths.datasets if isinstance(lengths, ConcatDataset) else lengths
-        self.lengths = [int(source) if isinstance(source, Integral) else len(source) for source in sources]
+        self.lengths = [_length_of(source) for source in sources]
         if stop is not None and stop not in get_args(Stop):
             raise ConfigurationError(f'stop should be "first", "all" or None, but got {stop!r}')
         if not self.lengths or min(self.lengths) < 0:
@@ -85,7 +85,7 @@ class MixtureSampler(OrderedSampler):
     @property
     def weights(self) -> list[tuple[int, list[float]]]:
         """The weights, and from which sample on they hold."""
-        return [(stage.start * CYCLE, list(stage.weights)) for stage in self._schedule.stages]
+        return [(stage.start, list(stage.weights)) for stage in self._schedule.stages]
 
     def set_weights(self, weights: Sequence[float], at: int) -> None:
         """Let other weights hold from a sample on, which is recorded in states. All ranks have to say the same.
@@ -95,7 +95,7 @@ class MixtureSampler(OrderedSampler):
 
         Args:
             weights: The weight of each source.
-            at: From which sample on, counted over all ranks; rounded up to a multiple of 1,000.
+            at: From which sample on, counted over all ranks.
 
         Raises:
             ConfigurationError: if weights are bad, or samples there were read or have got other weights already; or if
@@ -105,15 +105,14 @@ class MixtureSampler(OrderedSampler):
             raise ConfigurationError(
                 "weights can be set on the way where stop=None; otherwise name them all at construction"
             )
-        cycle = -(-at // CYCLE)
-        begun = max(self._schedule.stages[-1].start, -(-self._schedule.seen // CYCLE))
-        if cycle < begun:
+        at, begun = _sample_of(at), max(self._schedule.stages[-1].start, self._schedule.seen)
+        if at < begun:
             raise ConfigurationError(
-                f"weights can be set from sample {begun * CYCLE} on, but not from {at}: the samples there were read "
+                f"weights can be set from sample {begun} on, but not from {at}: the samples there were read "
                 "already, or have got other weights"
             )
         self._check(weights)
-        self._schedule.add(cycle, weights)
+        self._schedule.add(at, weights)
 
     def order(self) -> Order:
         """Return the order of the epoch that is set, which does not change afterwards."""
@@ -128,12 +127,7 @@ class MixtureSampler(OrderedSampler):
             if not len(positions):
                 return positions
             schedule.seen = max(schedule.seen, int(positions.max()) + 1)
-            cycles, row = np.unique(positions // CYCLE, return_inverse=True)
-            sources, draws = schedule.slots(cycles)
-            slots = positions % CYCLE
-            return by_group(
-                sources[row, slots], draws[row, slots], lambda number, own: starts[number] + shuffles[number](own)
-            )
+            return by_group(*schedule.draws(positions), lambda number, own: starts[number] + shuffles[number](own))
 
         return Order(self._length, indices_at)
 
@@ -169,7 +163,7 @@ class MixtureSampler(OrderedSampler):
         self._schedule = Schedule()
         for at, weights in stages:
             self._check(weights)
-            self._schedule.add(-(-at // CYCLE), weights)
+            self._schedule.add(at, weights)
         self._length = self._find_end()
 
     def _check(self, weights: Sequence[float]) -> None:
@@ -216,6 +210,20 @@ class MixtureSampler(OrderedSampler):
         return {**bare, "weights": [list(stage) for stage in self.weights]}
 
 
+def _length_of(source: Any) -> int:
+    """Return how many samples a source has.
+
+    Raises:
+        ConfigurationError: for a sampler: the mixture draws each source in an order of its own.
+    """
+    if isinstance(source, Sampler):
+        raise ConfigurationError(
+            f"the order of a {type(source).__name__} would be ignored: the mixture shuffles each source itself. Give "
+            "datasets or their lengths"
+        )
+    return int(source) if isinstance(source, Integral) else len(source)
+
+
 def _check_order(weights: Any) -> None:
     """Raise a ConfigurationError if weights are not in the order of the sources."""
     if isinstance(weights, Mapping):
@@ -230,7 +238,17 @@ def _stages(weights: Weights) -> list[tuple[int, Sequence[float]]]:
     _check_order(weights)
     if not weights or not isinstance(weights[0], (tuple, list)):
         return [(0, cast("Sequence[float]", weights))]
-    stages = sorted(cast("Sequence[tuple[int, Sequence[float]]]", weights), key=lambda stage: stage[0])
-    if stages[0][0] != 0:
-        raise ConfigurationError(f"the first weights should hold from sample 0 on, but hold from {stages[0][0]}")
-    return stages
+    named = cast("Sequence[tuple[int, Sequence[float]]]", weights)
+    stages = dict(sorted((_sample_of(at), own) for at, own in named))
+    if len(stages) < len(named):
+        raise ConfigurationError(f"the same sample has several weights: {[at for at, _ in named]}")
+    if 0 not in stages:
+        raise ConfigurationError(f"the first weights should hold from sample 0 on, but hold from {min(stages)}")
+    return [*stages.items()]
+
+
+def _sample_of(at: Any) -> int:
+    """Return the sample from which on weights hold, as Python's integer."""
+    if isinstance(at, bool) or not isinstance(at, Integral) or at < 0:
+        raise ConfigurationError(f"weights should hold from the number of a sample on, but got {at!r}")
+    return int(at)

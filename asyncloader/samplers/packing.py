@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.identity import checksum
-from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, cost_of
+from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, cost_of, dearest_first
 from asyncloader.samplers.best_fit import best_fit
 from asyncloader.samplers.lengths import LengthsLike
 from asyncloader.samplers.ordered import HasOrder
@@ -65,10 +65,10 @@ def packed(
 class PackingBatchSampler(WindowedBatchSampler):
     """Pack samples into blocks of `block_size` tokens, `batch_size` blocks a batch; go on anywhere, on any ranks.
 
-    Samples are taken in windows of the shuffled order; those of a window are packed, the longest first, each into the
-    block that it fills best, and the blocks are shuffled. The sampler yields the keys of a batch's samples, block
-    after block; :func:`pack_collate` makes a batch of the samples. All ranks get as many batches. A state, of any one
-    rank, is resumed on any number of ranks, and with any `batch_size`.
+    Samples are taken in windows of the shuffled order; those of a window are packed, the longest first (lengths within
+    9 % count as equal), each into the block that it fills best, and the blocks are shuffled. The sampler yields the
+    keys of a batch's samples, block after block; :func:`pack_collate` makes a batch of the samples. All ranks get as
+    many batches. A state, of any one rank, is resumed on any number of ranks, and with any `batch_size`.
 
     Called from the thread that reads it.
 
@@ -168,7 +168,7 @@ class PackingBatchSampler(WindowedBatchSampler):
             samples, starts = self._split(lengths)
         sizes = np.minimum(lengths[samples] - starts, self.block_size)
 
-        largest_first = np.argsort(-sizes, kind="stable")
+        largest_first = dearest_first(sizes)
         blocks = np.empty_like(sizes)
         blocks[largest_first] = best_fit(sizes[largest_first].tolist(), self.block_size)
         if self.shuffle:

@@ -34,10 +34,10 @@ Array = NDArray[np.int64]
 
 
 class Stage:
-    """Weights that hold from a cycle on, until those of the next stage: what each cycle has of each source.
+    """Weights that hold from a position on, until those of the next stage. Its cycles are counted from there.
 
     Args:
-        start: The first cycle.
+        start: The first position.
         weights: The weight of each source; at least one is above 0.
         base: How many draws of each source come before this stage.
     """
@@ -51,21 +51,35 @@ class Stage:
 
     def sources(self, cycles: Array) -> Array:
         """Return the source of each slot: a row of 1,000 for each of these cycles."""
-        points = _POINTS + _van_der_corput(cycles - self.start)[:, None]
+        points = _POINTS + _van_der_corput(cycles)[:, None]
         return np.searchsorted(self._bounds[1:], points, side="right")
 
     def before(self, cycles: Array) -> Array:
         """Return how many draws of each source come before each of these cycles, one row for each."""
-        own = cycles - self.start
-        below = np.empty((len(own), len(self._bounds)), dtype=np.int64)
+        below = np.empty((len(cycles), len(self._bounds)), dtype=np.int64)
         for column, (bound, (bits, residues)) in enumerate(zip(self._bounds, self._intervals, strict=True)):
-            hits = (own[:, None] - residues + (1 << bits) - 1) >> bits
-            below[:, column] = own * (bound // _UNIT) + hits.sum(axis=1)
+            hits = (cycles[:, None] - residues + (1 << bits) - 1) >> bits
+            below[:, column] = cycles * (bound // _UNIT) + hits.sum(axis=1)
         return self.base + np.diff(below, axis=1)
+
+    def draws(self, positions: Array) -> tuple[Array, Array]:
+        """Return of each of these positions, which are not before the stage, its source, and which draw of it."""
+        cycles, slots = np.divmod(positions - self.start, CYCLE)
+        cycles, row = np.unique(cycles, return_inverse=True)
+        sources = self.sources(cycles)
+        return sources[row, slots], _rank_within_rows(sources, self.before(cycles))[row, slots]
+
+    def before_position(self, position: int) -> Array:
+        """Return how many draws of each source come before a position."""
+        cycle, slot = divmod(position - self.start, CYCLE)
+        cycles = np.array([cycle])
+        begun = np.bincount(self.sources(cycles)[0, :slot], minlength=len(self.weights))
+        before: Array = self.before(cycles)[0] + begun
+        return before
 
 
 class Schedule:
-    """The stages of a mixture, in their order; the first one begins at cycle 0.
+    """The stages of a mixture, in their order; the first one begins at position 0.
 
     Attributes:
         stages: The stages.
@@ -77,24 +91,23 @@ class Schedule:
         self.seen = 0
 
     def add(self, start: int, weights: Sequence[float]) -> None:
-        """Let other weights hold from a cycle on, which is not before the last stage; there, they replace its own."""
+        """Let other weights hold from a position on, not before the last stage; there, they replace its own."""
         base = np.zeros(len(weights), dtype=np.int64)
         if self.stages:
             last = self.stages[-1]
-            base = last.before(np.array([start]))[0]
+            base = last.before_position(start)
             if last.start == start:
                 del self.stages[-1]
         self.stages.append(Stage(start, weights, base))
 
-    def slots(self, cycles: Array) -> tuple[Array, Array]:
-        """Return of each slot its source, and which draw of it; a row for each of these cycles, which ascend."""
-        cuts = np.searchsorted(cycles, [stage.start for stage in self.stages[1:]])
-        sources, draws = [], []
-        for stage, own in zip(self.stages, np.split(cycles, cuts), strict=True):
-            if len(own):
-                sources.append(stage.sources(own))
-                draws.append(_rank_within_rows(sources[-1], stage.before(own)))
-        return np.concatenate(sources), np.concatenate(draws)
+    def draws(self, positions: Array) -> tuple[Array, Array]:
+        """Return of each position its source, and which draw of it."""
+        sources, draws = np.empty_like(positions), np.empty_like(positions)
+        numbers = np.searchsorted([stage.start for stage in self.stages], positions, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            own = numbers == number
+            sources[own], draws[own] = self.stages[number].draws(positions[own])
+        return sources, draws
 
     def find(self, source: int, draw: int) -> int | None:
         """Return the position of a draw of a source; None if it does not come."""
@@ -104,12 +117,12 @@ class Schedule:
             return None
         left = draw - int(stage.base[source])
         each = CYCLE * stage.weights[source] / sum(stage.weights)
-        first, last = (stage.start + int((left + drift) / each) for drift in (-_DRIFT, _DRIFT))
-        near = range(max(stage.start, first), last + 2)
+        first, last = (int((left + drift) / each) for drift in (-_DRIFT, _DRIFT))
+        near = range(max(0, first), last + 2)
         number = bisect.bisect_right(near, draw, key=lambda cycle: stage.before(np.array([cycle]))[0, source])
-        cycle = near[number - 1]
-        sources, draws = self.slots(np.array([cycle]))
-        return cycle * CYCLE + int(np.flatnonzero((sources[0] == source) & (draws[0] == draw))[0])
+        begin = stage.start + near[number - 1] * CYCLE
+        sources, draws = stage.draws(np.arange(begin, begin + CYCLE))
+        return begin + int(np.flatnonzero((sources == source) & (draws == draw))[0])
 
 
 def _rank_within_rows(sources: Array, before: Array) -> Array:

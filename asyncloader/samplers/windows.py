@@ -81,6 +81,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         self.sampler = sampler
         self._units_per_batch = 1
         self._samples_per_unit = 1  # where all units have as many
+        self._least_windows = 1  # of an epoch
         self._tokens = self._space = 0  # in what was planned so far
         self._counted: tuple[Any, int] | None = None  # from which epoch and cursor on, and how many units there are
 
@@ -223,7 +224,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
             own = ElasticSampler(self.lengths.count, 1, 0, self.shuffle, self.seed)
             own.set_epoch(self.epoch)
             order = own.order()
-        return Windows(order, self.window, self._samples_per_unit, drop_last=self.drop_last)
+        return Windows(order, self.window, self._samples_per_unit, self._least_windows, drop_last=self.drop_last)
 
     def _plan_at(self, windows: Windows, number: int) -> list[list[Any]]:
         return self._plan(windows.indices(number), self.seed, self.epoch, number)
@@ -246,10 +247,11 @@ class Windows:
         order: The order.
         size: The most samples of a window.
         multiple: Windows have a multiple of so many samples, at least once that; the last one has the rest as well.
+        least: How many windows there are at least, as far as there are samples for so many.
         drop_last: Leave that rest out.
     """
 
-    def __init__(self, order: Order, size: int, multiple: int = 1, *, drop_last: bool = False) -> None:
+    def __init__(self, order: Order, size: int, multiple: int = 1, least: int = 1, *, drop_last: bool = False) -> None:
         self.order = order
         self._multiple = multiple
         most = max(1, size // multiple)
@@ -257,7 +259,7 @@ class Windows:
             self.count, self._end, self._shape = None, ENDLESS, (most, 1)
         else:
             pieces = order.length // multiple if drop_last else -(-order.length // multiple)
-            self.count = -(-pieces // most)
+            self.count = max(-(-pieces // most), min(least, pieces))
             self._end, self._shape = min(order.length, pieces * multiple), (pieces, self.count)
 
     def indices(self, number: int) -> NDArray[np.int64]:

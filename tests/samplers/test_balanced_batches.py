@@ -22,7 +22,7 @@ from asyncloader.samplers import (
     PackingBatchSampler,
     pack_collate,
 )
-from asyncloader.samplers.balance import alike_in_a_row, balanced, balanced_within
+from asyncloader.samplers.balance import alike_in_a_row, balanced, balanced_within, dearest_first
 
 Numbers = np.ndarray[Any, Any]
 
@@ -109,7 +109,7 @@ def test_each_sample_goes_to_the_cheapest_batch_that_has_room(costs: list[float]
     """The dearest first, as looking at all batches finds it; among equals the one with the fewest samples."""
     most = -(-len(costs) // count) + slack
     totals, sizes, expected = [0.0] * count, [0] * count, {}
-    for sample in sorted(range(len(costs)), key=lambda sample: (-costs[sample], sample)):
+    for sample in dearest_first(np.array(costs)).tolist():
         batch = min((batch for batch in range(count) if sizes[batch] < most), key=lambda b: (totals[b], sizes[b], b))
         totals[batch] += costs[sample]
         sizes[batch] += 1
@@ -117,6 +117,17 @@ def test_each_sample_goes_to_the_cheapest_batch_that_has_room(costs: list[float]
     assert balanced(np.array(costs), count, most).tolist() == [expected[sample] for sample in range(len(costs))]
     if len(costs) >= count:
         assert min(sizes) > 0
+
+
+@given(costs=st.lists(st.floats(0, 1e300) | st.integers(0, 40), min_size=1, max_size=100))
+def test_costs_that_are_close_stay_in_the_order_of_the_epoch(costs: list[float]) -> None:
+    """Those of 9 % or more between them are sorted; among equals, the first of the epoch is the first."""
+    order = dearest_first(np.array(costs)).tolist()
+    assert sorted(order) == list(range(len(costs)))
+    for here, after in itertools.pairwise(order):
+        assert costs[here] >= costs[after] / 1.126
+        if costs[here] == costs[after] or costs[here] < costs[after]:
+            assert here < after
 
 
 @settings(deadline=None)

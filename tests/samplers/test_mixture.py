@@ -7,6 +7,7 @@ import json
 import logging
 import tracemalloc
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, SequentialSampler, TensorDataset
 
-from asyncloader import ConfigurationError, StateMismatchError
-from asyncloader.samplers import MixtureSampler
+from asyncloader import ConfigurationError, ElasticSampler, StateMismatchError
+from asyncloader.samplers import BlockShuffleSampler, MixtureSampler
 from tests.samplers.legs import draw
 
 WEIGHTS = st.lists(st.floats(0.001, 10) | st.just(0.0), min_size=1, max_size=6).filter(any)
@@ -121,10 +122,11 @@ def test_a_curriculum_changes_shares_and_is_in_the_state(caplog: pytest.LogCaptu
     samples = [next(iterator) for _ in range(1000)]
     sampler.set_weights([0, 1], at=4100)
     samples += [next(iterator) for _ in range(6000)]
-    found = sources_of(sampler, samples).reshape(7, 1000)
-    assert found.sum(axis=1).tolist() == [0, 0, 750, 750, 750, 1000, 1000]
+    found = sources_of(sampler, samples)
+    assert [found[a:b].sum() for a, b in ((0, 1500), (1500, 2500), (2500, 3500), (4100, 7000))] == [0, 750, 750, 2900]
+    assert abs(found[3500:4100].sum() - 450) < 10
     state = json.loads(json.dumps(sampler.state_dict()))
-    assert state["weights"] == [[0, [1, 0]], [2000, [1, 3]], [5000, [0, 1]]]
+    assert state["weights"] == [[0, [1, 0]], [1500, [1, 3]], [4100, [0, 1]]]
     assert (state["epoch"], state["cursor"], state["world"]) == (0, 7000, 1)
 
     resumed = MixtureSampler([100, 100_000], [1, 1], seed=1)
@@ -133,8 +135,46 @@ def test_a_curriculum_changes_shares_and_is_in_the_state(caplog: pytest.LogCaptu
     assert "Use set_weights to change them" in caplog.text
     assert resumed.weights == sampler.weights
     assert list(itertools.islice(resumed, 500)) == list(itertools.islice(iterator, 500))
-    with pytest.raises(ConfigurationError, match="from sample 12000 on, but not from 7000"):
-        resumed.set_weights([1, 0], at=7000)
+    with pytest.raises(ConfigurationError, match="from sample 11096 on, but not from 7500"):
+        resumed.set_weights([1, 0], at=7500)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    cuts=st.lists(st.integers(1, 6000), min_size=1, max_size=6, unique=True),
+    ranks=st.integers(1, 4),
+    data=st.data(),
+)
+def test_each_weight_holds_from_its_sample_on(cuts: list[int], ranks: int, data: Any) -> None:
+    """However close two changes are: no stage is rounded away, and no sample of a source is left out or comes early."""
+    lengths = [data.draw(st.integers(1, 4000)) for _ in range(3)]
+    starts = [0, *sorted(cuts)]
+    stages = [(start, [data.draw(st.integers(0, 3)) for _ in lengths]) for start in starts]
+    stages = [(start, weights if any(weights) else [1, 0, 0]) for start, weights in stages]
+    make = partial(MixtureSampler, lengths, num_replicas=ranks, seed=data.draw(st.integers(0, 99)))
+    given = [make(stages, rank=rank) for rank in range(ranks)]
+    samples = np.array([*zip(*(itertools.islice(one, 7000 // ranks) for one in given), strict=True)]).ravel()
+    found = sources_of(given[0], samples.tolist())
+    for (start, weights), end in zip(stages, [*starts[1:], len(found)], strict=True):
+        alone = MixtureSampler(lengths, weights)
+        assert found[start:end].tolist() == sources_of(alone, list(itertools.islice(alone, end - start))).tolist()
+    for source, length in enumerate(lengths):
+        drawn = samples[found == source][:length]
+        assert len(set(drawn.tolist())) == len(drawn)
+
+    said = make(stages[0][1], rank=0)
+    for start, weights in stages[1:]:
+        said.set_weights(weights, at=start)
+    assert said.weights == given[0].weights
+    assert list(itertools.islice(said, 7000 // ranks)) == samples[::ranks].tolist()
+
+
+def test_an_order_that_would_be_ignored_is_refused() -> None:
+    """A sampler has a length, that of one rank, but neither a mixture nor ranks would follow its order."""
+    with pytest.raises(ConfigurationError, match="the order of a BlockShuffleSampler would be ignored"):
+        MixtureSampler([BlockShuffleSampler([20, 30]), 10])
+    with pytest.raises(ConfigurationError, match="the order of a SequentialSampler would be ignored"):
+        ElasticSampler(SequentialSampler(range(9)))
 
 
 def test_weights_that_are_set_again_at_one_place_replace_those_before() -> None:
@@ -149,7 +189,7 @@ def test_weights_that_would_change_the_past_or_the_end_are_refused() -> None:
     """What was read has its weights, and what has an end keeps it."""
     sampler = MixtureSampler([10, 10], [1, 1])
     next(iter(sampler))
-    with pytest.raises(ConfigurationError, match="can be set from sample 5000 on, but not from 1"):
+    with pytest.raises(ConfigurationError, match="can be set from sample 4096 on, but not from 1"):
         sampler.set_weights([1, 0], at=1)
     with pytest.raises(ConfigurationError, match="stop=None"):
         MixtureSampler([10, 10], [1, 1], stop="all").set_weights([1, 0], at=1000)
@@ -211,6 +251,12 @@ def test_over_a_concatenated_dataset_with_torchs_loader() -> None:
         ({"lengths": [3, 3], "weights": [1, 1e-12]}, "at least 1e-09 of all"),
         ({"lengths": [3, 0], "weights": [1, 1]}, "a source without samples has a weight"),
         ({"lengths": [3, 3], "weights": [(10, [1, 1])]}, "should hold from sample 0 on"),
+        (
+            {"lengths": [3, 3], "weights": [(0, [1, 1]), (7, [1, 2]), (7, [2, 1])]},
+            "the same sample has several weights",
+        ),
+        ({"lengths": [3, 3], "weights": [(0, [1, 1]), (2.5, [1, 2])]}, "the number of a sample on, but got 2.5"),
+        ({"lengths": [3, 3], "weights": [(0, [1, 1]), (-2, [1, 2])]}, "the number of a sample on, but got -2"),
         ({"lengths": [3, 5000], "weights": [(0, [1, 1]), (1000, [1, 0])], "stop": "all"}, "never ends: source 1"),
         ({"lengths": [3, 3], "weights": [1, 1], "stop": "last"}, '"first", "all" or None'),
         ({"lengths": [3, 3], "weights": [1, 1], "num_replicas": 2, "rank": 2}, "Invalid rank 2"),

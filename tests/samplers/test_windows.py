@@ -336,3 +336,33 @@ def test_the_length_is_that_of_the_weights_in_a_state() -> None:
     assert len(sampler) != len(other)
     sampler.load_state_dict(other.state_dict())
     assert len(sampler) == len(other) == len(list(sampler))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    kind=st.sampled_from(["balanced", "within", "by_length", "few_by_length", "packed"]),
+    count=st.integers(500, 4000),
+    spread=st.floats(0.2, 1.2),
+    seed=st.integers(0, 10**6),
+)
+def test_hardly_a_batch_comes_again_where_a_window_holds_all_samples(
+    kind: str, count: int, spread: float, seed: int
+) -> None:
+    """In another epoch other samples meet, although all of them are divided by their lengths."""
+    lengths = np.minimum(np.random.default_rng(seed).lognormal(5, spread, count).astype(int) + 1, 4000)
+    options: dict[str, Any] = {"window": 1 << 14, "seed": seed, "num_replicas": 1, "rank": 0}
+    makes: dict[str, Callable[[], Any]] = {
+        "balanced": lambda: BalancedBatchSampler(lengths + 0.5, batch_size=8, **options),
+        "within": lambda: BalancedBatchSampler(lengths / 7, max_cost=1000.0, **options),
+        "by_length": lambda: LengthBatchSampler(lengths, max_tokens=16_000, **options),
+        "few_by_length": lambda: LengthBatchSampler(lengths, max_tokens=40_000, max_batch=8, **options),
+        "packed": lambda: PackingBatchSampler(lengths, block_size=4096, **options),
+    }
+    epochs = []
+    for epoch in range(4):
+        sampler = makes[kind]()
+        sampler.set_epoch(epoch)
+        epochs.append({frozenset(batch) for batch in sampler if len(batch) > 1})
+    again = sum(len(epochs[0] & later) for later in epochs[1:])
+    most = 0.1 if kind == "packed" else 0.03  # a long document leaves room for few others
+    assert again <= most * 3 * len(epochs[0]) + 1
