@@ -51,3 +51,13 @@ def stack_of(frame: FrameType | None) -> str:
     frames = traceback.extract_stack(frame)
     begin = max((number + 1 for number, each in enumerate(frames) if _OWN.search(each.filename)), default=0)
     return "".join(traceback.format_list(frames[begin:] or frames))
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception, without the loader's outer frames."""
+    trace = users = error.__traceback__
+    while trace is not None:
+        if _OWN.search(trace.tb_frame.f_code.co_filename):
+            users = trace.tb_next
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, users or error.__traceback__))

@@ -136,7 +136,7 @@ def start(
     except BaseException as error:
         _give_up(ends.output, _shown(error))
 
-    serve(worker_id, ends.channel, source, arena, start_method, epoch, files)
+    serve(worker_id, ends.channel, ends.output, source, arena, start_method, epoch, files)
 
 
 def _give_up(output: int, why: str) -> NoReturn:

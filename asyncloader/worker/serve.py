@@ -15,17 +15,20 @@ from typing import Any
 
 from asyncloader.messages.failure import with_notes
 from asyncloader.messages.messages import EpochSpec, WorkerSpec
+from asyncloader.stack_text import traceback_of
 from asyncloader.worker.channel import WorkerChannel
 from asyncloader.worker.inherited import OpenFile, reopen
 from asyncloader.worker.overlap_loop import make_loop
 from asyncloader.worker.transport import ParentGone, ProcessTransport
 
 _KILLED_WITHIN_S = 1.5
+_LAST_WORDS_BYTES = 16 << 10
 
 
 def serve(
     worker_id: int,
     channel_end: socket.socket,
+    output: int,
     source: Any,
     arena: Any,
     start_method: str,
@@ -50,7 +53,7 @@ def serve(
     except ParentGone:
         _wait_to_be_killed()
     except BaseException as error:
-        _leave(error)
+        _leave(error, output)
     finally:
         if start_method != "spawn":
             # No interpreter exit follows that would run them; what the trainer had registered was cleared.
@@ -86,9 +89,11 @@ def _wait_to_be_killed() -> None:
     os._exit(1)
 
 
-def _leave(error: BaseException) -> None:
-    """End the process as an uncaught exception would: the parent sees a death with its exit code."""
+def _leave(error: BaseException, output: int) -> None:
+    """End the process as an uncaught exception would: the parent sees a death with its exit code, and is told why."""
     code = 1
+    with contextlib.suppress(OSError):
+        os.write(output, traceback_of(error).encode(errors="replace")[-_LAST_WORDS_BYTES:])
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     elif not isinstance(error, KeyboardInterrupt):  # the main process raises that by itself

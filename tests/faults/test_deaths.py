@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader, WorkerDiedError, WorkerStartError
 from asyncloader.messages.iterating_thread import IteratingThread
@@ -142,6 +145,80 @@ def test_a_death_is_raised_with_all_that_is_known(death: str, tmp_path: Path) ->
         assert "in __getitem__" in str(error)
     del caught, error
     assert [batch[0].tolist() for batch in iterator] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+def _exit(text: Any, *_: Any) -> None:
+    sys.exit(text)
+
+
+class Exits(Dataset[int]):
+    """Leaves the interpreter with a text."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        _exit("no disk at /data")
+        return index
+
+
+class ExitsAsync(Exits):
+    """While it is awaited."""
+
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        _exit("no disk at /data")
+        return index
+
+
+class ExitsStream(IterableDataset[int]):
+    """When it is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        _exit("no disk at /data")
+        yield 1
+
+
+class Ends(BaseException):
+    """Is no Exception, and no exit."""
+
+
+class Raises(Exits):
+    """Raises what is no Exception."""
+
+    def __getitem__(self, index: int) -> int:
+        raise Ends("no disk at /data")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Exits(), {}),
+        (ExitsAsync(), {}),
+        (ExitsStream(), {}),
+        (Raises(), {}),
+        (range(4), {"worker_init_fn": partial(_exit, "no disk at /data")}),
+        (range(4), {"collate_fn": partial(_exit, "no disk at /data")}),
+        (range(4), {"collate_fn": partial(_exit, {"disk": "no disk at /data"})}),
+    ],
+    ids=["sample", "awaited sample", "stream", "other exception", "worker_init_fn", "collate_fn", "no text"],
+)
+def test_the_text_of_an_exit_is_told(dataset: Any, options: dict[str, Any], start_method: str) -> None:
+    """Wherever a worker leaves, the error has the text, and the user's line that said so."""
+    loader = DataLoader(
+        dataset,
+        num_workers=1,
+        on_crash="raise",
+        multiprocessing_context=start_method,
+        **options,  # type: ignore[arg-type]
+    )
+    with pytest.raises((WorkerDiedError, WorkerStartError)) as caught:
+        list(loader)
+    text = str(caught.value)
+    assert "exited unexpectedly with exit code 1" in text
+    assert "no disk at /data" in text
+    assert "Last words" in text
+    assert "test_deaths.py" in text
+    assert "asyncloader/worker/" not in text
 
 
 def test_a_death_names_all_batches_that_it_cost(tmp_path: Path) -> None:
