@@ -323,3 +323,20 @@ def test_a_stream_goes_on_after_deaths(dataset: Any, tmp_path: Path) -> None:
     for deaths, options in (([8, 13, 20], {}), ([10], {"prefetch_factor": 5}), ([8, 9, 12], patient)):
         assert run(deaths, **options) == expected
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("was", "now"), [(0, 1), (1, 0)])
+def test_a_stream_that_is_read_again_at_another_place_is_named(
+    was: int, now: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker has generators of its own; without workers a stream draws from the trainer's."""
+
+    def make(num_workers: int) -> DataLoader[Any]:
+        return DataLoader(NoisyTwice(), batch_size=4, num_workers=num_workers)
+
+    loader = make(was)
+    next(iter(loader))
+    resumed = make(now)
+    resumed.load_state_dict(loader.state_dict())
+    next(iter(resumed))
+    assert "the other way: what the stream draws from global random generators is not the same" in caplog.text

@@ -190,7 +190,6 @@ class Progress:
         self.began = position, sample
         self.digests = array("q")
         self.read = position  # batches of keys that the plan has given out
-        self.asked = self.replied = position  # how often the sampler was asked, and answered: a batch, or its end
         self.named_samples = 0  # that those of this run have named
         self._next_sample = sample  # after what was read
         self._firsts: dict[int, int] = {}  # of batches that were read, the number of the first sample

@@ -3,9 +3,9 @@
     {"version": 2, "kind": "map" or "iterable",
      "epoch": runs of the loader before this one, "position": batches of it that are done with, "ahead": [more of them],
      "base_seed": of this run, or None if the next one draws its own,
-     "draws": what the random generators were when the order began to be drawn (JSON), "check": what they are now; [] if
-     nobody can say, "asked": how often the sampler had been asked for a batch by then, its end included,
-     "inline": whether the base seed was drawn after that, "shared_seed": of data pipes,
+     "at_iter": the random generators when the samplers were iterated over (JSON), "at_next": when these were first read
+     (JSON), "" if the same; or now, if that was not yet, which "is_drawn" tells,
+     "check": tells what the global generators are now, -1 if nobody can say, "shared_seed": of data pipes,
      "set_epochs": what `set_epoch` of samplers had been called with, "dataset_epochs": that of datasets,
      "samplers": the last state of samplers that was taken, "drawn": batches that were drawn since, "is_over": that was
      in the epoch before, which has ended since,
@@ -50,8 +50,8 @@ from asyncloader.messages.snapshot import WorkerStart, as_plain, dataset_here, f
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.exclusions import Exclusions
-from asyncloader.run.plan import is_elastic, own_state, samplers_within, written
-from asyncloader.run.rng_snapshot import RNGSnapshot
+from asyncloader.run.plan import is_elastic, order_generators, own_state, samplers_within, written
+from asyncloader.run.rng_snapshot import OrderDraw
 from asyncloader.seeding.sample_context import EpochKey
 
 log = logging.getLogger("asyncloader")
@@ -105,8 +105,8 @@ def check(state: dict[str, Any], options: Options) -> None:
     _same("kind", state["kind"], _kind(options))
     saved, here = dict(state["fits"]), describe(options)
     is_between = is_between_runs(state)
-    saved["generators"] = len(json.loads(state["draws"]))
-    here["generators"] = len(RNGSnapshot(options.generator, samplers_within(options.index_sampler)))
+    if not options.is_iterable:  # of which there are more where this process reads the stream
+        saved["generators"], here["generators"] = len(json.loads(state["at_iter"])), len(order_generators(options))
     if state["workers"] is not None and not is_between:
         saved["num_workers"], here["num_workers"] = len(from_plain(state["workers"])), options.num_at_start
     free = {"samplers", "datasets"}  # which are compared one by one
@@ -199,33 +199,29 @@ class Checkpointer:
     Attributes:
         options: The loader's.
         progress: How far it is.
-        rng: The generators that its order is drawn from.
-        begun: The generators' states when the order began to be drawn.
+        order: When its order was drawn.
         key: Base seed, runs of the loader before this one, and rank of the data: batches are seeded by them.
         shared_seed: The seed that data pipes share.
-        inline: The base seed was drawn between `begun` and the first batch.
         sampler_epochs: The epochs that `set_epoch` had told samplers when the run began, from the outermost on.
         dataset_epochs: The epochs that it had told the dataset.
         exclusions: Samples that are left out.
         has_past: The workers of this run had made runs before it.
         num_workers: How many there are now, where their number looks after itself.
+        warned: The warnings that the loader has logged about its states, once each.
     """
 
     options: Options
     progress: Progress
-    rng: RNGSnapshot
-    begun: list[Any]
+    order: OrderDraw
     key: EpochKey
     shared_seed: int | None
-    inline: bool
     sampler_epochs: list[int | None]
     dataset_epochs: list[int | None]
     exclusions: Exclusions
     has_past: bool
     num_workers: int | None
-    _begun_text: str = ""
+    warned: set[str]
     _described: dict[str, Any] = field(default_factory=dict)
-    _has_warned: bool = False
 
     @property
     def base_seed(self) -> int:
@@ -241,16 +237,32 @@ class Checkpointer:
         """Return the state as of what was yielded so far."""
         with self.progress.lock:
             state = self._after_the_run() if self.progress.finished else self._within_the_run()
-        if (untold := self.progress.now.untold) and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "The state of the dataset could not be taken (%s). %s",
-                untold,
-                "It is not in states of the loader."
-                if not self.options.is_iterable
-                else "To resume from here, batches since the last one are read again and dropped.",
+        if untold := self.progress.now.untold:
+            self._warn(
+                f"The state of the dataset could not be taken ({untold}). "
+                + (
+                    "It is not in states of the loader."
+                    if not self.options.is_iterable
+                    else "To resume from here, batches since the last one are read again and dropped."
+                )
             )
+        self.warn_of_draws()
         return state
+
+    def warn_of_draws(self) -> None:
+        """Say that a sampler cannot be resumed exactly which draws while it is read, beside whatever else draws."""
+        if self.order.draws_on:
+            kinds = " over ".join(type(each).__name__ for each in samplers_within(self.options.index_sampler))
+            self._warn(
+                f"The sampler ({kinds}) draws from global random generators while it is read, and not only when it "
+                "begins: after a resume the rest of an epoch may be other samples than it would be, and some may come "
+                "twice. Give the sampler a generator of its own, a seed, or a state (state_dict, load_state_dict)."
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self.warned:
+            self.warned.add(text)
+            log.warning("%s", text)
 
     def carried(self) -> dict[int, WorkerStart] | None:
         """Return where the datasets are that outlast the run, for the next one; None if none does, or has a state."""
@@ -277,8 +289,8 @@ class Checkpointer:
             self.options,
             self.epoch + 1,
             describe(self.options),  # anew: between two runs the trainer may change its samplers
-            self.rng.as_text(self.rng.capture()),
             samplers,
+            at_iter=_generators_now(self.options),
             base_seed=self.base_seed if self.options.persistent_workers else None,
             shared_seed=self.shared_seed if self.options.persistent_workers else None,
             finished=True,
@@ -301,7 +313,7 @@ class Checkpointer:
             progress.sampler_state(position),
             position=position,
             ahead=[*range(position, now.position), *sorted(now.ahead)],
-            **self.generators_now(),
+            check=self.order.check(),
             bad_count=now.bad_count,
             sample=progress.first_sample(position),
             workers=None if now.workers is None else as_plain(now.workers),
@@ -310,16 +322,14 @@ class Checkpointer:
         )
 
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> dict[str, Any]:
-        self._begun_text = self._begun_text or self.rng.as_text(self.begun)
         return _state(
             self.options,
             self.epoch,
             self._describe(),
-            self._begun_text,
             samplers,
+            **self.order.as_plain(),
             base_seed=self.base_seed,
             shared_seed=self.shared_seed,
-            inline=self.inline,
             set_epochs=list(self.sampler_epochs),
             dataset_epochs=list(self.dataset_epochs),
             has_past=self.has_past,
@@ -327,16 +337,6 @@ class Checkpointer:
             excluded=self.exclusions.state(),
             **how_far,
         )
-
-    def generators_now(self) -> dict[str, Any]:
-        """Return what the generators are, and how often the sampler was asked by now, which goes with that.
-
-        In the middle of an answer, where a handler of a signal may ask, the generators are at no place that a sampler
-        that is read again would leave them at.
-        """
-        with self.progress.lock:
-            is_between = self.progress.asked == self.progress.replied
-            return {"check": self.rng.check() if is_between else [], "asked": self.progress.replied}
 
     def _describe(self) -> dict[str, Any]:
         self._described = self._described or describe(self.options)
@@ -356,36 +356,37 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
     if by:
         sample = -1 if sample < 0 or samples is None else sample + by * samples
     drawn = state["drawn"] + (0 if state["is_over"] else by)
-    given: dict[str, Any] = {"ahead": [], "workers": None, "next_worker": None, "bad_count": 0, "check": [], "asked": 0}
+    given: dict[str, Any] = {"ahead": [], "workers": None, "next_worker": None, "bad_count": 0, "check": []}
     given["fingerprint"] = None
     return {**state, **given, "position": number, "drawn": drawn, "sample": sample}
 
 
 def initial_state(options: Options, epoch: int, excluded: Any = None) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
-    rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
     samplers = SamplerState(own_state(options.index_sampler))
     here = WorkerStart() if options.has_workers else dataset_here(options.dataset, options.snapshot_every)
     return _state(
         options,
         epoch,
         describe(options),
-        rng.as_text(rng.capture()),
         samplers,
+        at_iter=_generators_now(options),
         workers=None if here == WorkerStart() else as_plain({0: here}),
         num_workers=int(options.num_workers) if options.is_auto else None,
         excluded=excluded,
     )
 
 
-def _state(
-    options: Options, epoch: int, fits: dict[str, Any], rng: str, samplers: SamplerState, **more: Any
-) -> dict[str, Any]:
+def _generators_now(options: Options) -> str:
+    rng = order_generators(options)
+    return rng.as_text(rng.capture())
+
+
+def _state(options: Options, epoch: int, fits: dict[str, Any], samplers: SamplerState, **more: Any) -> dict[str, Any]:
     return {
         **_empty(),
         "kind": _kind(options),
         "epoch": epoch,
-        "draws": rng,
         "samplers": written(options.index_sampler, samplers.state),
         "drawn": samplers.drawn,
         "is_over": samplers.is_over,
@@ -404,10 +405,10 @@ def _empty() -> dict[str, Any]:
         "ahead": [],
         "base_seed": None,
         "shared_seed": None,
-        "draws": "",
+        "at_iter": "",
+        "at_next": "",
+        "is_drawn": False,
         "check": [],
-        "asked": 0,
-        "inline": False,
         "set_epochs": [],
         "dataset_epochs": [],
         "bad_count": 0,

@@ -32,7 +32,7 @@ from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
 from asyncloader.run.base_iterator import BaseIterator, check_owner
 from asyncloader.run.inline_run import InlineHost, InlineRun
-from asyncloader.run.run_start import RunStart
+from asyncloader.run.run_start import RunStart, reads_again
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.generators import GLOBAL, check_of, left_alone
 from asyncloader.seeding.turns import Drawing, alone, untouched
@@ -111,13 +111,19 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         """Return what makes batches, its dataset where the run begins. Raises whatever the dataset raises.
 
         Making batches again from the dataset's state draws what was drawn before the trainer saved the global
-        generators. So these are put back afterwards, but for those that the state itself has set.
+        generators. So these are put back afterwards, but for those that the state itself has set. A stream that is read
+        again from its beginning has its order drawn again.
         """
         options, checks, kept = self._options, _checks(), list(GLOBAL)
+        order = start.checkpointer.order if reads_again(self._options, start.starts) else None
+
+        def aside() -> contextlib.AbstractContextManager[None]:
+            return order.first() if order is not None and order.is_due else _left_alone(kept)
+
         # torch's own fetcher has begun to iterate, which a dataset may count; but before the dataset was in its state.
         is_begun = options.is_iterable and not (start.starts and start.starts[0].snapshot)
         iterator = self._dataset_fetcher.dataset_iter if is_begun else None
-        maker = BatchMaker(0, self._worker_spec(), InlineHost(), _run_on_portal, aside=partial(_left_alone, kept))
+        maker = BatchMaker(0, self._worker_spec(), InlineHost(), _run_on_portal, aside=aside)
 
         def open_source(dataset: Any) -> None:
             maker.open_fetcher(dataset, iterator)

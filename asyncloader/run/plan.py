@@ -1,9 +1,8 @@
 """Reads batches of keys from the sampler, so that an epoch can be resumed in the middle.
 
 How a plan is resumed at batch n: samplers with a state load the last one that was taken, up to n; for others the
-generators are set to what they were when the epoch began. The batches from there to n are drawn and dropped; no data
-are read for it. Where the trainer has restored a generator, the sampler is then asked for batches as often as it had
-been when the state was saved (`read_ahead`), so that what it draws later is drawn from the restored generator.
+generators are set to what they were when the order was drawn (`OrderDraw`). The batches from there to n are drawn and
+dropped; no data are read for it.
 
 All of it happens in the consumer's thread: samplers are the user's.
 """
@@ -14,10 +13,11 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from types import GeneratorType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from asyncloader.messages.snapshot import Frozen, Pace
 from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
 from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
-from asyncloader.run.rng_snapshot import RNGSnapshot, draws_once
+from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
 from asyncloader.samplers.ordered import bare_state, whole_state
 from asyncloader.samplers.random_order import indices, skip, take
 from asyncloader.seeding.turns import Drawing
@@ -57,11 +57,17 @@ _END: Any = object()
 _torch_iter = BatchSampler.__iter__
 
 
+def order_generators(options: Options) -> RNGSnapshot:
+    """Return the generators that the order of the loader's epochs is drawn from."""
+    reads_stream = options.is_inline and options.is_iterable and not is_stateful(options.dataset)
+    return RNGSnapshot(options.generator, samplers_within(options.index_sampler), reads_stream=reads_stream)
+
+
 class Plan:
     """Iterator over the batches of keys of one epoch; VOID where there is nothing to do, or it was done before the run.
 
-    Read with the lock of the progress held: states are made under it, and say how often the sampler was asked. A
-    sampler whose keys arrive as time goes by is asked when they are there (`awaits`).
+    Read with the lock of the progress held: states are made under it. A sampler whose keys arrive as time goes by is
+    asked when they are there (`awaits`).
 
     torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
     what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
@@ -78,6 +84,7 @@ class Plan:
         is_batched: Keys name the samples of a batch; otherwise one sample.
         with_arrays: The keys of torch's own samplers are given out as arrays, too.
         leave_out: Returns the keys of the batch of this number without those that the trainer goes on without.
+        order: Notes the generators when the order is drawn, or has it drawn again.
     """
 
     def __init__(
@@ -90,6 +97,7 @@ class Plan:
         is_batched: bool = True,
         with_arrays: bool = False,
         leave_out: Callable[[Any, int], Any] | None = None,
+        order: OrderDraw | None = None,
     ) -> None:
         self._index_sampler = index_sampler
         self._is_batched = is_batched
@@ -104,7 +112,6 @@ class Plan:
         self._is_new = False  # what is held: the sampler's state after it was not taken yet
         self._begun: list[Any] = []  # a batch that is being taken: a Ctrl-C may hit again
         self._ended_by = ""  # the interrupt that has finished a generator of the sampler's
-        self._ahead: Iterator[Any] = iter(())  # what was read before the plan was asked for it
         self._consumer: Callable[[], Any] = _nobody
         self._inner: Any = None if self._takes_apart else iterator  # what may have a state
         self._progress = progress
@@ -117,8 +124,13 @@ class Plan:
         self._has_digests = leave_out is not None and not self.arrives  # otherwise keys are large, or there are none
         if self.arrives and hasattr(iterator, "follow"):
             progress.follow(cast(FollowsConsumers, iterator))
-        # Blocks of samples, while the sampler is read: it may draw from global generators.
+        self._order = order
+        self._num_asked = 0
+        may_draw = not (self.arrives or self._is_elastic or all(map(draws_once, samplers_within(index_sampler))))
+        self._may_draw = may_draw  # while it is read, from global generators
+        # Blocks of samples, while the sampler is read.
         self._keeps_out = not self.arrives
+        self._is_simple = self.arrives and order is None  # nothing is to be noted when it is read
         self._is_stateful: bool | None = None  # known when the iterator within is there
         self._has_state = False
         self._pace = pace
@@ -128,22 +140,15 @@ class Plan:
 
     def __next__(self) -> Any:
         if self._held is _NOTHING:
-            ahead = self._ahead
-            for self._held in ahead:  # not `next`: a Ctrl-C can hit between a call and the assignment
-                break
+            if self._is_simple:
+                self._hold_answer()
             else:
-                if self._keeps_out:
-                    self._ask()
-                else:
-                    self._hold_answer()
+                self._ask()
         elif self._is_new:
             self._note_answer()
         keys = self._held
         if keys is _END:  # which stays: the sampler is not asked again, as some iterators would begin anew
             raise StopIteration
-        if type(keys) is _Raised:
-            self._held = _NOTHING
-            raise keys.error
         progress = self._progress
         count = len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
         if progress.read in self._done:
@@ -202,10 +207,30 @@ class Plan:
 
     def _ask(self) -> None:
         """Ask the sampler for a batch of keys, or its end, which is held until it is given out."""
-        with Drawing() as drawing:
-            self._hold_answer()
-        draws_on = not (self._is_elastic or all(map(draws_once, samplers_within(self._index_sampler))))
-        self._keeps_out = draws_on and not drawing.overstayed
+        if self._keeps_out:
+            with Drawing() as drawing, self._drawing():
+                self._hold_answer()
+            self._keeps_out = self._may_draw and not drawing.overstayed
+        else:
+            with self._drawing():
+                self._hold_answer()
+        self._num_asked += 1
+        self._is_simple = not (self._keeps_out or self._may_draw)
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Return what the sampler is read inside of. To see what it draws takes 100 us: not done each time."""
+        order, number = self._order, self._num_asked
+        if order is None:
+            return nullcontext()
+        if order.is_due:
+            return order.first()
+        is_looked_at = number < 8 or number & (number - 1) == 0
+        return order.watched() if is_looked_at and self._has_no_state and not order.draws_on else nullcontext()
+
+    @property
+    def _has_no_state(self) -> bool:
+        """Whether no state says what the sampler draws next."""
+        return self._may_draw and self._sampler is None and not is_stateful(self._inner)
 
     def _hold_answer(self) -> None:
         if self._ended_by:
@@ -213,8 +238,7 @@ class Plan:
                 f"{self._ended_by} was raised while the sampler was read, and has ended its iterator: nothing more "
                 "comes of it. loader.load_state_dict(loader.state_dict()) goes on after the batches that were given."
             )
-        progress, feed = self._progress, self._feed
-        progress.asked, self._is_new = progress.replied + 1, True
+        feed, self._is_new = self._feed, True
         try:
             for self._held in feed:  # not the iterator itself: `iter` begins some anew
                 break
@@ -227,8 +251,7 @@ class Plan:
 
     def _note_answer(self) -> None:
         """Take what is held for a batch of keys, or the end; take the sampler's state after it. May be done again."""
-        progress, keys = self._progress, self._held
-        progress.replied = progress.asked
+        keys = self._held
         if is_short := self._takes_apart and keys is not _END and len(keys) < self._index_sampler.batch_size:
             self._end()
             if self._index_sampler.drop_last:
@@ -255,30 +278,11 @@ class Plan:
         if not self._is_stateful:
             return
         if self._is_elastic:
-            self._take_state(self._progress.replied)
+            self._take_state()
         elif not is_short and (self._pace.is_due() or not self._has_state):
             self._pace.begin()
-            self._take_state(self._progress.replied)
+            self._take_state()
             self._pace.end()
-
-    def read_ahead(self, asked: int) -> None:
-        """Ask the sampler now until it was asked so often in all; the answers are given out in their turn.
-
-        Not one whose order is a function of positions, nor one whose keys arrive, which draw from no generator; and
-        other ranks and batch sizes ask the former differently.
-        """
-        answers: list[Any] = []
-        if self._is_elastic or self.arrives:
-            return
-        while self._progress.replied < asked and not (answers and answers[-1] is _END):
-            try:
-                self._ask()
-            except Exception as error:
-                answers.append(_Raised(error))
-                break
-            answers.append(self._held)
-            self._held = _NOTHING
-        self._ahead = iter(answers)
 
     def resume(self, states: dict[str, Any] | None, batches: int) -> None:
         """Begin in the middle, before anything was read.
@@ -287,17 +291,19 @@ class Plan:
             states: The states of the sampler, which has loaded its own, and of its iterator.
             batches: How many to leave out from there.
         """
-        with Drawing():
+        with Drawing(), self._order.first() if self._order else nullcontext():
             if self._takes_apart:
                 self._begin_inner()
                 batches *= self._index_sampler.batch_size
             if states is not None and states["iterator"] is not None and is_stateful(self._inner):
                 self._inner.load_state_dict(states["iterator"])
-            skipped = skip(self._inner, batches)
+            skipped = skip(self._inner, min(batches, 1))  # its order is drawn by then, in most cases
+            with self._order.watched() if self._order and self._has_no_state else nullcontext():
+                skipped += skip(self._inner, batches - skipped)
         if skipped < batches:
             self._end()
 
-    def _take_state(self, read: int) -> None:
+    def _take_state(self) -> None:
         sampler = self._sampler if self._is_exact else None
         inner = self._inner if self._inner is not self._sampler and is_stateful(self._inner) else None
         try:
@@ -305,7 +311,7 @@ class Plan:
                 "sampler": None if sampler is None else bare_state(sampler),
                 "iterator": None if inner is None else inner.state_dict(),
             }
-            self._progress.sampler_states.append((read, Frozen(state)))
+            self._progress.sampler_states.append((self._progress.read + 1, Frozen(state)))
             self._has_state = True
         except Exception:
             log.warning(
@@ -336,12 +342,6 @@ def _next_batch(plan: weakref.ref[Plan]) -> list[Any]:
 
 def _nobody() -> None:
     """Stand for a consumer that is not known."""
-
-
-class _Raised(NamedTuple):
-    """An exception that the sampler has raised in place of a batch."""
-
-    error: Exception
 
 
 def is_drawn_from(iterator: Any) -> bool:
@@ -409,9 +409,8 @@ def load_told(options: Options, states: dict[str, Any] | None) -> None:
     So an epoch that is set from then on differs from what they have been told. Generators stay where they are: the
     state is loaded again when the run begins.
     """
-    samplers = samplers_within(options.index_sampler)
-    if states is not None and any(map(hears, samplers)):
-        rng = RNGSnapshot(options.generator, samplers)
+    if states is not None and any(map(hears, samplers_within(options.index_sampler))):
+        rng = order_generators(options)
         before = rng.capture()
         load_samplers(options.index_sampler, states, ())
         rng.restore(before)

@@ -269,8 +269,8 @@ def of_one_batch(twin: Any, found: Found) -> dict[str, Any]:
         max_worker_memory=None,
         trace=None,
     )
-    begun = {"position": found.number, "sample": found.first, "base_seed": found.seeds.base_seed, "inline": True}
-    return {**initial_state(twin._loader_options(), found.seeds.epoch), **begun, "draws": "[]"}  # no generator is set
+    begun = {"position": found.number, "sample": found.first, "base_seed": found.seeds.base_seed}
+    return {**initial_state(twin._loader_options(), found.seeds.epoch), **begun, "at_iter": "[]"}  # no generator is set
 
 
 @contextlib.contextmanager

@@ -1,15 +1,25 @@
-"""The random generators that the order of an epoch is drawn from: saved at its beginning, to draw it anew.
+"""The random generators that the order of an epoch is drawn from: noted when it is drawn, to draw it again.
 
-They are the loader's and its samplers'; Python's and numpy's global ones too where samplers are neither torch's nor
-provide a state.
+    iter(sampler) ── base seed, and whatever the trainer draws ── the sampler's first `next` ── ...
+    └ at_iter                                                     └ at_next
+
+A sampler draws its order in its ``__iter__``, or when it is first read, as torch's do; without workers the trainer may
+draw in between. So both moments are noted. A resumed run sets the generators to what they were at each of the two, has
+the order drawn again, and leaves out what was done. Then a global generator that the trainer had restored (the state's
+``check`` tells) is put back. Any other generator stays where the drawing has left it: that is where the interrupted run
+left it, as long as nothing else draws from it.
+
+The generators are the loader's and its samplers'; Python's and numpy's global ones too where samplers are neither
+torch's nor provide a state, or where this process reads a stream.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from itertools import repeat
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
@@ -45,9 +55,10 @@ class RNGSnapshot:
         generator: The loader's own, or None for torch's global one.
         samplers: All that the order is made with. Where one is not torch's, nor provides a state, the global
             generators of Python and numpy count as well.
+        reads_stream: This process reads an iterable dataset, which may draw its order from any global generator.
     """
 
-    def __init__(self, generator: torch.Generator | None, samplers: list[Any]) -> None:
+    def __init__(self, generator: torch.Generator | None, samplers: list[Any], *, reads_stream: bool = False) -> None:
         generators = [generator or torch.default_generator]
         others = False
         for sampler in samplers:
@@ -58,10 +69,11 @@ class RNGSnapshot:
             if not any(own is other for other in generators):
                 generators.append(own)
             others |= type(sampler) not in DRAW_FROM_TORCH and not is_stateful(sampler)
-        self._generators = [*generators, *(GLOBAL[1:] if others else ())]
-        is_global = any(own is each for own in self._generators for each in GLOBAL)
+        generators += [each for each in GLOBAL if others or reads_stream if not any(each is own for own in generators)]
+        self._generators = generators
+        self.is_global = [any(own is each for each in GLOBAL) for own in generators]
         self._untouched: Callable[[], AbstractContextManager[Any]] = (
-            untouched if is_global else nullcontext
+            untouched if any(self.is_global) else nullcontext
         )  # other generators are nobody's in between
 
     def __len__(self) -> int:
@@ -80,9 +92,18 @@ class RNGSnapshot:
                     set_state(generator, state)
 
     def check(self) -> list[int]:
-        """Return numbers that tell these states from others. Taken with each state of a loader, so quick: 2 us."""
+        """Return numbers that tell states of global generators from others, 0 for others' generators.
+
+        2 us, and 50 where Python's and numpy's count.
+        """
         with self._untouched():
-            return [check_of(each) for each in self._generators]
+            pairs = zip(self._generators, self.is_global, strict=True)
+            return [check_of(each) if is_global else 0 for each, is_global in pairs]
+
+    def differ(self, states: list[Any], others: list[Any]) -> list[bool]:
+        """Return which of the generators' states are other ones."""
+        texts = (map(encode, self._generators, each) for each in (states, others))
+        return [one != other for one, other in zip(*texts, strict=False)]
 
     def as_text(self, states: list[Any]) -> str:
         """Write captured states down as JSON."""
@@ -91,3 +112,101 @@ class RNGSnapshot:
     def from_text(self, text: str) -> list[Any]:
         """Read what `as_text` has written."""
         return list(map(decode, self._generators, json.loads(text)))
+
+
+class OrderDraw:
+    """When the order of one run was drawn. Used with the lock of the progress held, or before others know the run.
+
+    Args:
+        rng: The generators.
+        at_iter: Their states when the samplers were iterated over.
+
+    Attributes:
+        is_due: The sampler is read next for the first time, or once more up to where a resumed run begins.
+        draws_on: A global generator was drawn from while the sampler was read later.
+    """
+
+    def __init__(self, rng: RNGSnapshot, at_iter: list[Any]) -> None:
+        self._rng = rng
+        self._at_iter = at_iter
+        self._at_next: list[Any] = []
+        self._at_next_text = ""
+        self._is_again = self._is_reading = False
+        self._put_back = self._set_by_sampler = [False] * len(rng)
+        self.is_due = True
+        self.draws_on = False
+
+    def begin_read(self, states: list[Any]) -> None:
+        """Note that others have read the sampler before the run: the generators were in these states then."""
+        self._at_iter = self._at_next = states
+        self.is_due = False
+
+    def resume(self, state: dict[str, Any], before: list[Any], check: list[int], set_by_sampler: list[bool]) -> None:
+        """Have the order of a state be drawn again: the samplers were iterated over, and are still to be read.
+
+        Args:
+            state: The loader's, of the middle of a run.
+            before: The generators' states before this run.
+            check: What tells them from others.
+            set_by_sampler: The generators that the state of a sampler has set.
+        """
+        same = [here == there for here, there in zip_longest(check, state["check"][: len(check)])]
+        self._put_back = [is_same and each for is_same, each in zip(same, self._rng.is_global, strict=True)]
+        self._set_by_sampler = set_by_sampler
+        self._is_again = state["is_drawn"]
+        self._at_next = self._rng.from_text(state["at_next"] or state["at_iter"])
+        self._restore_at_next()
+        self._rng.restore(before, self._put_back)
+
+    def _restore_at_next(self) -> None:
+        self._rng.restore(self._at_next, [not is_set for is_set in self._set_by_sampler])
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Read the sampler for the first time, or once more up to where the run begins, inside of this.
+
+        After an interrupt that came before anything was drawn, that is still to be done.
+        """
+        here = self._rng.capture()
+        if self._is_again:
+            self._restore_at_next()
+        else:
+            self._at_next = here
+        self.is_due, self._is_reading = False, True
+        try:
+            yield
+        except Exception:  # the sampler has given its answer
+            raise
+        except BaseException:
+            self.is_due = not any(self._rng.differ(here, self._rng.capture()))
+            raise
+        finally:
+            if self._is_again:
+                self._rng.restore(here, self._put_back)
+            self._is_reading = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """See whether global generators are drawn from inside of this."""
+        before = self._rng.check()
+        yield
+        self.draws_on = self.draws_on or self._rng.check() != before
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return what a state says of it: in some microseconds once the order is drawn, before that in 200."""
+        is_drawn = self._is_again or not self.is_due
+        at_next = self._at_next_text or self._rng.as_text(self._at_next if is_drawn else self._rng.capture())
+        if is_drawn:
+            self._at_next_text = at_next
+        at_iter = self._at_iter_text
+        return {"at_iter": at_iter, "at_next": "" if at_next == at_iter else at_next, "is_drawn": is_drawn}
+
+    def check(self) -> list[int]:
+        """Return numbers that tell what generators are now; -1 while one is not where drawing the order leaves it."""
+        is_passing = self._is_reading or (self._is_again and self.is_due)
+        numbers = zip(self._rng.check(), self._put_back, strict=True)
+        return [-1 if is_passing and not is_put_back else number for number, is_put_back in numbers]
+
+    @cached_property
+    def _at_iter_text(self) -> str:
+        return self._rng.as_text(self._at_iter)

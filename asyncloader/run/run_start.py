@@ -4,20 +4,15 @@
 
 torch iterates over the samplers as often as without a state, so what they do then they do as often.
 
-Generators belong to the trainer, and the sampler draws from them whenever it is asked for a batch. At a resume each is
-set to what it was when the order began, and the sampler draws again what it had drawn. If the trainer has restored a
-generator (the state's ``check`` tells), the sampler is asked as often as it had been when the state was saved, and the
-generator is then put back to the trainer's state. From there the sampler, the trainer and the next epochs draw, as in
-the run that is resumed, whoever had drawn from the generator. A generator that was not restored stays where the sampler
-has taken it: that is right as long as nothing else draws from it.
+How the order is drawn again, and what becomes of the generators, is told in `asyncloader.run.rng_snapshot`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +25,8 @@ from asyncloader.plain import unplain
 from asyncloader.protocols import is_stateful, leaves_out_buffer
 from asyncloader.run.checkpoint import Checkpointer, is_between_runs
 from asyncloader.run.data_rank import data_rank
-from asyncloader.run.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within
-from asyncloader.run.rng_snapshot import RNGSnapshot
+from asyncloader.run.plan import Plan, is_drawn_from, load_samplers, order_generators, own_state, samplers_within
+from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.seeding.turns import Drawing
@@ -83,45 +78,44 @@ def begin(
         prepare: Runs torch's constructor, before the order is drawn.
         last: The run before this one, if its workers make this one too.
     """
-    rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
-    before, saved = rng.capture(), [] if state is None else state["check"]
-    is_restored = [here == there for here, there in zip_longest(rng.check(), saved[: len(before)])]  # by the trainer
+    rng = order_generators(options)
+    before, check = rng.capture(), [] if state is None else rng.check()
     states = None if state is None else unplain(state["samplers"])
-    begun = before if state is None else _rewind(options, state, states, runs, rng)
+    at_iter = before if state is None else _rewind(options, state, states, runs, rng)
     if prepare is not None:
-        begun = _prepare(prepare, rng, begun, keeps_seed=_keeps_seed(state))
+        at_iter = _prepare(prepare, rng, at_iter, keeps_seed=_keeps_seed(state))
     samplers, starts = _load(options, state, states, runs)
-    loaded = begun if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
+    loaded = at_iter if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     with Drawing():
         drawn = draw()
+    order = OrderDraw(rng, at_iter)
     is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
-    is_seed_first = options.is_inline
     if state is not None:
-        is_seed_first = state["inline"] if _keeps_seed(state) else is_seed_first
-        drawn = _as_saved(options, state, drawn, rng, loaded, is_advanced=is_advanced, is_seed_first=is_seed_first)
+        drawn = _as_saved(options, state, drawn, rng, loaded, is_advanced=is_advanced)
+        if not is_between_runs(state):
+            order.resume(state, before, check, rng.differ(at_iter, loaded))
     elif is_advanced:
-        begun, is_seed_first, samplers = before, True, SamplerState(None)
+        order.begin_read(_after_seed(options, rng, before))
+        samplers = SamplerState(None)
     epoch = runs.begun if state is None else state["epoch"]
     key = EpochKey((drawn.base_seed, epoch, data_rank(options)))
     progress = _progress(options, state, drawn, key, _known(options, starts, last))
-    plan = _plan(options, runs, progress, epoch, drawn.keys, samplers, states, is_resumed=state is not None)
-    if state is not None and any(is_restored):
-        plan.read_ahead(state["asked"])
-        rng.restore(before, is_restored)
+    by_plan = None if reads_again(options, starts) else order
+    plan = _plan(options, runs, progress, epoch, drawn.keys, samplers, states, by_plan, is_resumed=state is not None)
     checkpointer = Checkpointer(
         options,
         progress,
-        rng,
-        begun,
+        order,
         key,
         drawn.shared_seed,
-        is_seed_first,
         sampler_epochs=runs.set_epochs.of_samplers(options.index_sampler),
         dataset_epochs=[each.number for each in runs.set_epochs.of_dataset(options.dataset)],
         exclusions=runs.exclusions,
         has_past=last is not None,
         num_workers=int(options.num_workers) if options.is_auto else None,
+        warned=runs.warned,
     )
+    checkpointer.warn_of_draws()
     runs.begin(checkpointer, state)
     return RunStart(plan, checkpointer, starts)
 
@@ -129,12 +123,12 @@ def begin(
 def _rewind(
     options: Options, state: dict[str, Any], states: dict[str, Any] | None, runs: Runs, rng: RNGSnapshot
 ) -> list[Any]:
-    """Put the generators to where they were when the order of a state began to be drawn, and return where that is."""
+    """Put the generators to where they were when the samplers were iterated over, and return where that is."""
     if state["is_over"]:
         _finish_last_run(options.index_sampler, states, state["drawn"], runs)
-    begun = rng.from_text(state["draws"])
-    rng.restore(begun)
-    return begun
+    at_iter = rng.from_text(state["at_iter"])
+    rng.restore(at_iter)
+    return at_iter
 
 
 def _keeps_seed(state: dict[str, Any] | None) -> bool:
@@ -142,14 +136,30 @@ def _keeps_seed(state: dict[str, Any] | None) -> bool:
     return state is not None and state["base_seed"] is not None
 
 
-def _prepare(prepare: Callable[[], object], rng: RNGSnapshot, begun: list[Any], *, keeps_seed: bool) -> list[Any]:
-    """Run torch's constructor, which draws the base seed; return where the generators are when the order begins."""
+def _prepare(prepare: Callable[[], object], rng: RNGSnapshot, at_iter: list[Any], *, keeps_seed: bool) -> list[Any]:
+    """Run torch's constructor, which draws the base seed; return where the generators are after that."""
     with Drawing():
         prepare()
     if not keeps_seed:
         return rng.capture()
-    rng.restore(begun)
-    return begun
+    rng.restore(at_iter)
+    return at_iter
+
+
+def _after_seed(options: Options, rng: RNGSnapshot, before: list[Any]) -> list[Any]:
+    """Return where the generators were after the base seed was drawn, before which they were in these states."""
+    now = rng.capture()
+    rng.restore(before)
+    _draw_seed(options)
+    found = rng.capture()
+    rng.restore(now)
+    return found
+
+
+def _draw_seed(options: Options) -> None:
+    """Move the generator as torch's iterator does where it draws a base seed."""
+    with Drawing():
+        torch.empty((), dtype=torch.int64).random_(generator=options.generator)
 
 
 def _load(
@@ -174,9 +184,8 @@ def _as_saved(
     loaded: list[Any],
     *,
     is_advanced: bool,
-    is_seed_first: bool,
 ) -> Drawn:
-    """Have an order drawn once more where torch's iterator has not drawn it as the iterator of the state had.
+    """Return the seeds of a state, and an iterator over keys that is still to be read.
 
     Args:
         options: See `begin`.
@@ -185,20 +194,17 @@ def _as_saved(
         rng: The generators.
         loaded: Where they were before that.
         is_advanced: The iterator over the keys has been read from.
-        is_seed_first: The iterator of the state had drawn the base seed after the order began; it may have been one
-            of the other kind.
     """
-    if _keeps_seed(state):
+    if not (keeps_seed := _keeps_seed(state)) and not is_advanced:
+        return drawn
+    if keeps_seed:
         drawn = drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
-    is_seed_drawn = options.is_inline
-    if is_advanced or (is_seed_drawn and not is_seed_first):
-        is_seed_drawn = False
+    if is_advanced or (is_between_runs(state) and options.is_inline):  # it has drawn a base seed that nobody wants
         rng.restore(loaded)
         with Drawing():
             drawn = drawn._replace(keys=iter(options.index_sampler))
-    if is_seed_first and not is_seed_drawn:
-        with Drawing():
-            torch.empty((), dtype=torch.int64).random_(generator=options.generator)
+        if options.is_inline and not keeps_seed:
+            _draw_seed(options)
     return drawn
 
 
@@ -210,6 +216,7 @@ def _plan(
     keys: Iterator[Any],
     samplers: SamplerState,
     states: dict[str, Any] | None,
+    order: OrderDraw | None,
     *,
     is_resumed: bool,
 ) -> Plan:
@@ -217,7 +224,7 @@ def _plan(
     progress.begin_after(samplers)
     is_batched, dataset = options.auto_collation, options.dataset
     is_gathered = gathers(dataset, is_batched, options.collate_fn) and not (options.overlaps or is_stateful(dataset))
-    kind: dict[str, Any] = {"is_batched": is_batched, "with_arrays": is_gathered}
+    kind: dict[str, Any] = {"is_batched": is_batched, "with_arrays": is_gathered, "order": order}
     if not options.is_iterable:
         kind["leave_out"] = partial(runs.exclusions.without, epoch=epoch, is_batched=is_batched)
     plan = Plan(options.index_sampler, keys, progress, Pace(), **kind)
@@ -337,10 +344,29 @@ def _starts(
     elif options.is_iterable and again:
         log.warning(
             "Neither the dataset nor its iterator has given a state (state_dict, load_state_dict): to resume, %d "
-            "batches are read again and dropped.",
+            "batches are read again and dropped.%s",
             again,
+            _what_else_counts(options, state),
         )
     return {worker: start._replace(epochs=news) for worker, start in starts.items()}
+
+
+def _what_else_counts(options: Options, state: dict[str, Any]) -> str:
+    """Return what to say of the random numbers of a stream that is read again."""
+    if len(json.loads(state["at_iter"])) != len(order_generators(options)):
+        return (
+            " They were read with workers, or without, and now it is the other way: what the stream draws from global "
+            "random generators is not the same."
+        )
+    if options.is_inline:
+        return " What it draws from global random generators while it is read depends on what else draws from them."
+    return ""
+
+
+def reads_again(options: Options, starts: dict[int, WorkerStart] | None) -> bool:
+    """Whether this process itself reads a stream again, from its beginning to where the run begins."""
+    is_here = options.is_inline and options.is_iterable
+    return is_here and starts is not None and starts[0].snapshot is None and starts[0].gaps() != [0]
 
 
 def _warn_of_other_numbers(options: Options, state: dict[str, Any] | None) -> None:

@@ -47,6 +47,7 @@ class Runs:
         traffic: Counts what comes from other machines.
         num_on_nodes: Workers that there are to be on other machines, where their number looks after itself.
         resumed: How far the state was that the newest one has begun from, or None.
+        warned: The warnings that were logged about states, once each.
     """
 
     def __init__(self, *, is_in_step: bool = False) -> None:
@@ -59,6 +60,7 @@ class Runs:
         self.resumed: dict[str, Any] | None = None
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
         self.set_epochs = SetEpochs()
+        self.warned: set[str] = set()
         self.slicer = Slicer()
         self.traffic = Traffic()
         self.num_on_nodes = 0

@@ -17,8 +17,8 @@ from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, check, describe, initial_state, is_between_runs
 from asyncloader.run.exclusions import Exclusions
-from asyncloader.run.plan import samplers_within
-from asyncloader.run.rng_snapshot import RNGSnapshot
+from asyncloader.run.plan import order_generators
+from asyncloader.run.rng_snapshot import OrderDraw
 from asyncloader.samplers import ElasticSampler, PackingBatchSampler
 from asyncloader.seeding.sample_context import EpochKey
 from tests import inside
@@ -62,10 +62,11 @@ def settings_of(dataset: Any = None, **options: Any) -> Options:
 
 def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:
     """What a run of these settings makes its states with, begun now."""
-    rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
+    rng = order_generators(settings)
     epochs: dict[str, list[int | None]] = {"sampler_epochs": [], "dataset_epochs": [None]}
-    rest: dict[str, Any] = {"exclusions": Exclusions(), "has_past": False, "num_workers": None}
-    return Checkpointer(settings, progress, rng, rng.capture(), EpochKey((77, 3, 0)), None, True, **epochs, **rest)
+    rest: dict[str, Any] = {"exclusions": Exclusions(), "has_past": False, "num_workers": None, "warned": set()}
+    order = OrderDraw(rng, rng.capture())
+    return Checkpointer(settings, progress, order, EpochKey((77, 3, 0)), None, **epochs, **rest)
 
 
 OTHERS: dict[str, tuple[Any, Any, Any]] = {
@@ -197,23 +198,26 @@ def test_states_have_the_same_keys_whenever_they_are_made() -> None:
 
 
 def test_a_state_in_a_run_has_how_far_it_is() -> None:
-    """And of the generators: what they were when it began, and what they are now by a number."""
-    generator = torch.Generator().manual_seed(5)
-    settings = settings_of(shuffle=True, generator=generator)
+    """And of the generators: what they were when the order was drawn, and what the global ones are now by a number."""
+    settings = settings_of(shuffle=True)
     progress = Progress(in_order=False, bad_count=4)
     checkpointer = checkpointer_of(settings, progress)
+    torch.randperm(3)  # before the sampler is read
+    generators = order_generators(settings)
+    before = generators.as_text(generators.capture())
     first = checkpointer.state_dict()
-    assert (first["epoch"], first["base_seed"], first["inline"]) == (3, 77, True)
+    assert (first["epoch"], first["base_seed"], first["is_drawn"], first["at_next"]) == (3, 77, False, before)
     assert (first["position"], first["ahead"]) == (0, [])
-    torch.randperm(3, generator=generator)
+    with checkpointer.order.first():
+        torch.randperm(3)
     for batch in (0, 5, 3):
         give(progress, batch)
     later = checkpointer.state_dict()
     assert (later["position"], later["ahead"], later["bad_count"]) == (1, [3, 5], 4)
-    assert later["draws"] == first["draws"] == checkpointer.rng.as_text(checkpointer.begun)
-    assert later["check"] == checkpointer.rng.check()
-    torch.randperm(3, generator=generator)
-    assert later["check"] != checkpointer.rng.check()
+    assert (later["at_iter"], later["at_next"], later["is_drawn"]) == (first["at_iter"], before, True)
+    assert later["check"] == generators.check() != first["check"]
+    torch.randperm(3)
+    assert later["check"] != generators.check()
 
 
 def test_a_state_after_a_run_is_of_the_next_one() -> None:
@@ -223,13 +227,14 @@ def test_a_state_after_a_run_is_of_the_next_one() -> None:
         settings = settings_of(shuffle=True, generator=generator, **WITH_WORKERS, persistent_workers=persistent)
         progress = Progress(position=6)
         checkpointer = checkpointer_of(settings, progress)
+        began = checkpointer.order.as_plain()["at_iter"]
         torch.randperm(3, generator=generator)
         progress.end_is_known = True
         state = checkpointer.state_dict()
         assert (state["epoch"], state["position"], state["finished"]) == (4, 0, True)
         assert state["base_seed"] == (77 if persistent else None)
-        assert state["draws"] == checkpointer.rng.as_text(checkpointer.rng.capture())
-        assert state["draws"] != checkpointer.rng.as_text(checkpointer.begun)
+        generators = order_generators(settings)
+        assert state["at_iter"] == generators.as_text(generators.capture()) != began
 
 
 def test_samplers_go_on_after_the_state_that_they_had_within_the_run() -> None:

@@ -67,6 +67,30 @@ class LazyBatches(Lazily):
         return iter([*map(self.draw, range(LENGTH // 2))] for _ in range(4))
 
 
+class AtFirst(Lazily):
+    """Draws all when its first index is asked for, as torch's samplers do."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from [self.draw(number) for number in range(LENGTH)]
+
+
+class BatchesInPart(Lazily):
+    """Draws one batch when it is iterated over, and the others when it is first read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._with_others([*map(self.draw, range(4))])
+
+    def _with_others(self, first: list[int]) -> Iterator[Any]:
+        yield from [first, *([*map(self.draw, range(4))] for _ in range(3))]
+
+
+class EagerBatches(Lazily):
+    """Draws all batches as soon as it is iterated over."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[*map(self.draw, range(LENGTH // 2))] for _ in range(4)])
+
+
 class Eagerly(Lazily):
     """Draws all as soon as it is iterated over."""
 
@@ -136,9 +160,19 @@ SAMPLERS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
     "lazily from all": lambda own: {"sampler": Lazily("torch", "random", "numpy", at_end=True)},
     "lazily, beside a generator": lambda own: {"sampler": Lazily("torch", "random"), "generator": own},
     "lazily in batches": lambda own: batches(LazyBatches("random", "torch")),
+    "at first from all": lambda own: {"sampler": AtFirst("torch", "random", "numpy")},
+    "at first in batches": lambda own: batches(BatchSampler(AtFirst("numpy", "torch"), 2, False)),
     "eagerly from random": lambda own: {"sampler": Eagerly("random")},
+    "eagerly in batches": lambda own: batches(EagerBatches("torch", "random")),
+    "in batches, the first eagerly": lambda own: batches(BatchesInPart("numpy", "torch")),
     "its state has its generator": lambda own: {"sampler": Telling(own)},
 }
+
+
+AT_ITER = ["eagerly in batches", "in batches, the first eagerly"]
+"""Those that draw when they are iterated over: iterators with workers do so twice, as torch's do."""
+DRAW_ON = [name for name in SAMPLERS if "lazily" in name or "the global" in name]
+"""Those that draw from global generators while they are read: what is drawn beside them moves what they draw."""
 
 
 class Trainer:
@@ -173,9 +207,16 @@ class Trainer:
             prepare=lambda: made.append(construct()),
         )
 
-    def epoch(self, state: Any = None, *, inline: bool, draws: bool = False) -> tuple[Any, list[Any]]:
-        """Go through an epoch: the base seed, and the keys of batches; perhaps draw after each, as a model does."""
+    def epoch(
+        self, state: Any = None, *, inline: bool, draws: bool = False, draws_between: bool = False
+    ) -> tuple[Any, list[Any]]:
+        """Go through an epoch: the base seed, and the keys of batches.
+
+        Perhaps draw before the first one, as another loader that begins does, and after each, as a model does.
+        """
         start = self.begin(state, inline=inline)
+        if draws_between:
+            draw()
         progress, keys = start.checkpointer.progress, []
         for batch in start.plan:
             keys.append(batch)
@@ -193,13 +234,15 @@ def draw() -> None:
 
 
 def stopped(
-    sampler: str, done: int, ahead: int, *, inline: bool, draws: bool = False
+    sampler: str, done: int, ahead: int, *, inline: bool, draws: bool = False, draws_between: bool = False
 ) -> tuple[Trainer, dict[str, Any]]:
     """Go through an epoch, then begin the next one and stop there: with the sampler read so far ahead of batches."""
     trainer = Trainer(sampler, 1)
     trainer.epoch(inline=inline, draws=draws)
     start = trainer.begin(inline=inline)
     progress = start.checkpointer.progress
+    if draws_between:
+        draw()
     for _ in range(done + ahead):
         next(start.plan, None)
     for batch in range(done):
@@ -229,7 +272,9 @@ def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(sampler: str
         seeds, keys = whole.epoch(inline=was_inline)
         following = whole.epoch(inline=was_inline)
         for done in range(len(keys) + 1):
-            for ahead in {done % 2, len(keys) - done + 1}:  # the end of the sampler is one more answer
+            # The end of the sampler is one more answer.
+            is_alone = how == "not restored" or sampler not in DRAW_ON
+            for ahead in {done % 2, len(keys) - done + 1} if is_alone else {0}:
                 trainer, state = stopped(sampler, done, ahead, inline=was_inline)
                 saved = generators.save(trainer.own)
                 if how != "in place":
@@ -240,11 +285,12 @@ def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(sampler: str
                     torch.set_rng_state(saved[2])
                 where = f"{done} done, {ahead} ahead, inline {was_inline} -> {is_inline}"
                 assert trainer.epoch(state, inline=is_inline) == (seeds, keys[done:]), where
-                assert trainer.epoch(inline=is_inline) == following, where
+                if sampler not in AT_ITER or was_inline == is_inline:
+                    assert trainer.epoch(inline=is_inline) == following, where
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if "lazily" not in name and "the global" not in name])
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in DRAW_ON])
 def test_what_the_trainer_draws_beside_the_loader_is_accounted_for(sampler: str) -> None:
     """Where the sampler draws at the beginning, and the generators are restored: then the next epoch is the same."""
     for was_inline, is_inline in WAYS:
@@ -260,19 +306,62 @@ def test_what_the_trainer_draws_beside_the_loader_is_accounted_for(sampler: str)
                 generators.restore(saved, trainer.own)
                 where = f"{done} done, {ahead} ahead, inline {was_inline} -> {is_inline}"
                 assert trainer.epoch(state, inline=is_inline, draws=True) == (seeds, keys[done:]), where
-                assert trainer.epoch(inline=is_inline, draws=True) == following, where
+                if sampler not in AT_ITER or was_inline == is_inline:
+                    assert trainer.epoch(inline=is_inline, draws=True) == following, where
 
 
-def test_a_state_that_is_taken_while_the_sampler_draws() -> None:
-    """In a handler of a signal: generators are between two batches, where no sampler that is read again leaves them."""
-    sampler = "lazily from random"
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("how", "sampler"), [case for case in CASES if case[1] not in DRAW_ON])
+def test_what_is_drawn_between_the_beginning_and_the_first_batch(sampler: str, how: str) -> None:
+    """The order is drawn at the sampler's first `next`: whatever has moved the generators before is in the state."""
+    for was_inline, is_inline in WAYS[2:] if how == "in place" else WAYS:
+        whole = Trainer(sampler, 1)
+        whole.epoch(inline=was_inline)
+        seeds, keys = whole.epoch(inline=was_inline, draws_between=True)
+        following = whole.epoch(inline=was_inline)
+        for done in range(len(keys) + 1):
+            trainer, state = stopped(sampler, done, done % 3, inline=was_inline, draws_between=True)
+            saved = generators.save(trainer.own)
+            if how != "in place":
+                trainer = Trainer(sampler, 2)
+            if how == "restored":
+                generators.restore(saved, trainer.own)
+            where = f"{done} done, inline {was_inline} -> {is_inline}"
+            draws = done > 0 and how != "restored"  # otherwise it moves what is yet to be drawn
+            assert trainer.epoch(state, inline=is_inline, draws_between=draws) == (seeds, keys[done:]), where
+            if not draws and (sampler not in AT_ITER or was_inline == is_inline):
+                assert trainer.epoch(inline=is_inline) == following, where
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_sampler_that_draws_on_is_named(sampler: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once a loader, and when it is resumed: such a sampler alone."""
+    for seed in (1, 2):
+        trainer = Trainer(sampler, seed)
+        if seed == 1:
+            for _ in range(2):
+                start = trainer.begin(inline=True)
+                for batch in range(3):
+                    next(start.plan, None)
+                    give(start.checkpointer.progress, batch)
+                    state = start.checkpointer.state_dict()
+        else:
+            trainer.epoch(state, inline=True)
+        assert ("draws from global random generators" in caplog.text) == (sampler in DRAW_ON)
+        assert len(caplog.records) == (sampler in DRAW_ON)
+        caplog.clear()
+
+
+def test_a_state_that_is_taken_while_the_order_is_drawn() -> None:
+    """In a handler of a signal: the order is the one that is being drawn then."""
+    sampler = "at first from all"
     whole = Trainer(sampler, 1)
     seeds, keys = whole.epoch(inline=False)
     for number in range(LENGTH):
         trainer = Trainer(sampler, 1)
         taken: list[Any] = []
-        lazily = trainer.options["sampler"]
-        drawing = lazily.draw
+        at_first = trainer.options["sampler"]
+        drawing = at_first.draw
 
         def interrupted(index: int) -> int:
             drawn = drawing(index)  # noqa: B023
@@ -280,16 +369,59 @@ def test_a_state_that_is_taken_while_the_sampler_draws() -> None:
                 taken.append((start.checkpointer.state_dict(), generators.save(trainer.own)))  # noqa: B023
             return drawn
 
-        lazily.draw = interrupted
+        at_first.draw = interrupted
         start = trainer.begin(inline=False)
-        for batch in range(2):
-            next(start.plan)
-            give(start.checkpointer.progress, batch)
         list(start.plan)
         ((state, saved),) = taken
         resumed = Trainer(sampler, 2)
         generators.restore(saved, resumed.own)
-        assert resumed.epoch(state, inline=False) == (seeds, keys[state["position"] :])
+        assert resumed.epoch(state, inline=False) == (seeds, keys)
+
+
+class Interrupted(Sampler[int]):
+    """Its iterator draws an order when it is first read, and is no generator; a Ctrl-C hits before that, or after."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        self.order: list[int] | None = None
+        return iter(self._next, None)
+
+    def _next(self) -> int | None:
+        if self.when == "before":
+            self.when = ""
+            raise KeyboardInterrupt
+        if self.order is None:
+            self.order = torch.randperm(LENGTH).tolist()
+        if self.when == "after":
+            self.when = ""
+            raise KeyboardInterrupt
+        return self.order.pop() if self.order else None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_sampler_that_was_interrupted_when_it_was_first_read(when: str) -> None:
+    """The order is drawn before the Ctrl-C, or anew after it, from generators that have moved meanwhile."""
+    generators.seed_all(1)
+    settings = inside.options(DataLoader(range(LENGTH), 2, sampler=Interrupted(when)))
+    runs = Runs()
+
+    def construct() -> Drawn:
+        return Drawn(iter(settings.index_sampler), 7, None, 0)
+
+    start = begin(settings, None, runs, construct)
+    with pytest.raises(KeyboardInterrupt):
+        next(start.plan)
+    draw()
+    keys = list(start.plan)
+    state = {**start.checkpointer.state_dict(), "position": 1}
+    generators.seed_all(2)
+    settings.index_sampler.sampler.when = ""
+    assert list(begin(settings, {**state, "drawn": 1}, runs, construct).plan) == keys[1:]
 
 
 class KeepsOut(Sampler[int]):

@@ -67,19 +67,36 @@ def test_epochs_are_counted() -> None:
     assert other.begun == 2
 
 
-def test_a_generator_that_the_trainer_has_restored_is_left_alone() -> None:
+def test_a_global_generator_that_the_trainer_has_restored_is_put_back() -> None:
     """What was drawn from it beside the loader is accounted for; otherwise it is where drawing the order leaves it."""
-    settings = settings_of()
-    assert settings.generator is not None
+    torch.manual_seed(1)
+    loader = DataLoader(range(10), 2, shuffle=True)  # type: ignore[arg-type]
+    settings = inside.options(loader)
     start = started(settings)
     take(start, 2)
-    settings.generator.manual_seed(77)
-    state = start.checkpointer.state_dict()
-    restored = settings_of(seed=77)
-    resumed = started(restored, state)
-    assert restored.generator is not None
-    assert torch.equal(restored.generator.get_state(), torch.Generator().manual_seed(77).get_state())
-    rest = list(resumed.plan)
-    assert list(start.plan) == rest
-    assert torch.equal(restored.generator.get_state(), settings.generator.get_state())  # the sampler draws at its end
-    assert rest == list(started(settings_of(seed=5), state).plan)
+    drawn = torch.get_rng_state()
+    torch.manual_seed(77)
+    state, rest = start.checkpointer.state_dict(), list(start.plan)
+    restored = started(settings, state)
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(77).get_state())
+    assert list(restored.plan) == rest
+    torch.manual_seed(5)
+    assert list(started(settings, state).plan) == rest
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_generator_of_the_samplers_own_is_the_samplers() -> None:
+    """It goes where drawing the order leaves it, also if the trainer has restored it: the sampler draws on from it."""
+    settings = settings_of()
+    start = started(settings)
+    take(start, 2)
+    assert settings.generator is not None
+    drawn = settings.generator.get_state()
+    state, rest = start.checkpointer.state_dict(), list(start.plan)
+    for seed in (0, 77):
+        other = settings_of(seed=seed)
+        assert other.generator is not None
+        resumed = started(other, state)
+        assert torch.equal(other.generator.get_state(), drawn)
+        assert list(resumed.plan) == rest
+        assert torch.equal(other.generator.get_state(), settings.generator.get_state())  # the sampler draws at its end
