@@ -73,7 +73,7 @@ class AsyncResource(Protocol):
 
 def is_resource(thing: Any) -> bool:
     """Whether it is an `AsyncResource`, by its class: `isinstance` would ask a ``__getattr__`` as well."""
-    return hasattr(type(thing), "__aenter__") and hasattr(type(thing), "__aexit__")
+    return _defines(type(thing), "__aenter__") and _defines(type(thing), "__aexit__")
 
 
 class OpensDataset:
@@ -98,15 +98,29 @@ class OpensDataset:
                 entered.push_async_exit(resource.__aexit__)
 
 
+_OF_NOBODY = "_asyncloader_asks_whether_you_have_every_attribute"
+
+
 def probe(thing: Any, name: str, default: Any = None) -> Any:
     """Return an attribute, or the default if there is none, or if the object's ``__getattr__`` fails in its own way.
 
-    torch does not ask for most of those that we ask for, so a ``__getattr__`` that raises a KeyError works there.
+    torch does not ask for most of those that we ask for, so a ``__getattr__`` that raises a KeyError works there, and
+    so does one that has an answer for every name: a mock, the stub of a remote object. Of such an object only what its
+    class defines, or was set on the object, counts. A wrapper that passes on what it does not have itself has what the
+    object inside has.
     """
     try:
-        return getattr(thing, name, default)
+        found = getattr(thing, name, default)
+        if found is default or not hasattr(thing, _OF_NOBODY):
+            return found
+        return default if inspect.getattr_static(thing, name, _OF_NOBODY) is _OF_NOBODY else found
     except Exception:
         return default
+
+
+def _defines(kind: type, name: str) -> bool:
+    """Whether a class, or a base of it, has a method. The classes of mocks have what makes up a mock at each access."""
+    return callable(inspect.getattr_static(kind, name, None))
 
 
 def is_stateful(thing: Any) -> bool:
@@ -220,7 +234,7 @@ def is_async(dataset: Any) -> bool:
 def is_async_iterable(dataset: Any) -> bool:
     """Whether the dataset can be read with ``async for``, and not by key."""
     kind = type(dataset)
-    return hasattr(kind, "__aiter__") and not hasattr(kind, "__getitem__")
+    return _defines(kind, "__aiter__") and not hasattr(kind, "__getitem__")
 
 
 def accept_iterable(dataset: Any) -> None:
@@ -236,7 +250,7 @@ def accept_iterable(dataset: Any) -> None:
 def _is_async_itself(dataset: Any) -> bool:
     kind = type(dataset)
     return (
-        hasattr(kind, "__aiter__")
+        _defines(kind, "__aiter__")
         or inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
         or inspect.iscoroutinefunction(probe(dataset, "__getitems__"))
         or is_resource(dataset)

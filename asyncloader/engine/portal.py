@@ -40,6 +40,8 @@ from asyncloader.worker.loops import run_forever
 
 T = TypeVar("T")
 
+_CANCELLED_WITHIN_S = 0.5
+
 _DESCRIPTORS = 12
 """More than a loop needs."""
 
@@ -80,9 +82,24 @@ class Portal:
             run_forever(self.loop)
             self.loop.call_soon(self.loop.stop)
             run_forever(self.loop)  # what was posted at the last moment: whoever waits for it is answered
+            self._cancel_left_tasks()
         finally:
             self.loop.close()
             self._give_up()  # on what was posted after the last turn, and before that
+
+    def _cancel_left_tasks(self) -> None:
+        """Cancel tasks that datasets have begun and not awaited, as `asyncio.run` does, and wait a moment for them.
+
+        Not the tasks that somebody waits for: those are given up, with an error.
+        """
+        awaited = set(filter(None, self._unanswered.values()))
+        left = [task for task in asyncio.all_tasks(self.loop) if task.get_coro() not in awaited]
+        for task in left:
+            task.cancel()
+        if left:
+            end = self.loop.create_task(asyncio.wait(left, timeout=_CANCELLED_WITHIN_S))
+            end.add_done_callback(lambda _: self.loop.stop())
+            run_forever(self.loop)
 
     def _give_up(self) -> None:
         for future, coroutine in threads.copied(self._unanswered.items()):
@@ -225,7 +242,7 @@ class Portal:
     def _end_if_idle(self) -> str:
         if self.sessions:
             return f"{len(self.sessions)} iterators of loaders are alive"
-        if asyncio.all_tasks(self.loop):
+        if any(self._unanswered.values()):
             return "a dataset is being awaited"
         slab_pool().leave_loop()
         self.has_ended = True

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -206,3 +207,39 @@ def test_with_and_without_uvloop(run: Callable[..., Program], name: str, absent:
     """Where uvloop does not exist for the interpreter, asyncio's loop serves the portal and the workers."""
     done = run(WITH_OR_WITHOUT.format(name=name, absent=absent))
     assert (done.returncode, done.err) == (0, "")
+
+
+LEAVES_A_TASK = """
+import asyncio
+from asyncloader import DataLoader{import_shutdown}
+
+class Leaving:
+    def __len__(self):
+        return 8
+
+    async def __getitem__(self, index):
+        if not index:
+            self.tasks = [asyncio.create_task(self.watch()) for _ in range(3)]
+            await asyncio.sleep(0)
+        return index
+
+    async def watch(self):
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            print("cancelled")
+
+print([len(batch) for batch in DataLoader(Leaving(), 4)])
+{end}
+"""
+
+
+@pytest.mark.parametrize("is_shut_down", [False, True])
+def test_tasks_that_a_dataset_leaves_behind_are_cancelled_at_the_end(is_shut_down: bool) -> None:
+    """They end as `asyncio.run` would have them end; nothing is destroyed while it is pending."""
+    words = {"import_shutdown": ", shutdown" * is_shut_down, "end": "shutdown()" * is_shut_down}
+    program = LEAVES_A_TASK
+    for name, text in words.items():
+        program = program.replace("{" + name + "}", text)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (done.stdout.split("\n"), done.stderr) == (["[4, 4]", *["cancelled"] * 3, ""], "")
