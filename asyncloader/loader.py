@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -47,7 +47,6 @@ from asyncloader.protocols import (
 from asyncloader.run.checkpoint import check, is_between_runs
 from asyncloader.run.plan import load_told, preload_sampler, samplers_within
 from asyncloader.run.runs import Runs
-from asyncloader.run.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.worker.data_pipes import one_walks
 
 if TYPE_CHECKING:
@@ -501,28 +500,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._iterator = None
         if found := state.get("num_workers"):
             self._note_num_workers(min(found, self._loader_options().most_waiting))
-
-    def save_state(self, path: str | PathLike[str]) -> None:
-        """Write `state_dict` to a file, which is there whole or as it was before, whatever happens meanwhile."""
-        write_state(self.state_dict(), path)
-
-    def asave_state(self, path: str | PathLike[str]) -> Coroutine[Any, Any, None]:
-        """Write `state_dict`, as of this call, to a file as `save_state` does, without blocking the loop."""
-        return awrite_state(self.state_dict(), path)
-
-    def load_state(self, path: str | PathLike[str], *, weights_only: bool = True) -> None:
-        """Load the state that `save_state` has written: see `load_state_dict`.
-
-        Args:
-            path: The file.
-            weights_only: As for :func:`torch.load`; False where states of your own objects are in it that are more than
-                numbers, strings, tensors and the like. Reading such a file can run any code.
-        """
-        self.load_state_dict(read_state(path, weights_only=weights_only))
-
-    async def aload_state(self, path: str | PathLike[str], *, weights_only: bool = True) -> None:
-        """Load a state as `load_state` does, without blocking the loop."""
-        self.load_state_dict(await aread_state(path, weights_only=weights_only))
 
     def close(self) -> None:
         """Close the newest iterator and wait until its workers are gone, 3 s at most. The timeline is written."""

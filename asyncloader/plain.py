@@ -23,6 +23,12 @@ def says_all(state: Any) -> bool:
 
 def plain(state: Any) -> Any:
     """Write a user's state down as JSON where that says all of it; otherwise return a copy of it."""
+    written = as_text(state)
+    return copy.deepcopy(state) if written is state else written
+
+
+def as_text(state: Any) -> Any:
+    """Write a user's state down as JSON where that says all of it; otherwise return the state itself."""
     if state is None:
         return None
     try:
@@ -30,7 +36,7 @@ def plain(state: Any) -> Any:
             return json.dumps(state)
     except (ValueError, RecursionError):  # it contains itself, or is very deep
         pass
-    return copy.deepcopy(state)
+    return state
 
 
 def unplain(state: Any) -> Any:

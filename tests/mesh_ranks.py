@@ -100,11 +100,11 @@ def go_on(mesh: DeviceMesh, steps: int, load_from: str, save_to: str) -> list[li
     sampler = ElasticSampler(LENGTH, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank())
     loader: DataLoader[Any] = DataLoader(Noisy(), batch_size=2, num_workers=1, sampler=sampler)
     if load_from:
-        loader.load_state(load_from)
+        loader.load_state_dict(torch.load(load_from))
     with iter(loader) as iterator:
         batches = [batch.tolist() for batch in itertools.islice(iterator, steps)]
         if save_to and dist.get_rank() == dist.get_world_size() - 1:
-            loader.save_state(save_to)
+            torch.save(loader.state_dict(), save_to)
     return batches
 
 

@@ -7,9 +7,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from asyncloader.cli.report import Report
 from asyncloader.observe.trace import Batch, fingerprints_of
-from asyncloader.run.state_file import read_state
 
 _WHERE = ("epoch", "position", "ahead", "finished")
 """What of a state says how far it is."""
@@ -123,7 +124,7 @@ def _place(state: dict[str, Any]) -> dict[str, Any]:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state = read_state(path)
+        state = torch.load(path, weights_only=True)
         if not isinstance(state, dict) or not {*_WHERE, "fingerprint"} <= state.keys():
             raise ValueError("something is missing")
     except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -49,6 +49,13 @@ def unpack(memory: memoryview) -> Any:
     return pickle.loads(memory[begin : begin + length], buffers=buffers)
 
 
+def pickled(value: Any) -> bytes:
+    """Return the pickle of a value, with views of tensors cut out of the memory around them."""
+    file = io.BytesIO()
+    Pickler(file, protocol=5).dump(value)
+    return file.getvalue()
+
+
 def tensor_of(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
     """Make a tensor of its bytes, which stay its memory. Pickles name this function: it stays where it is."""
     return torch.from_numpy(data).view(dtype).reshape(shape).requires_grad_(requires_grad)

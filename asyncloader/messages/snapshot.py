@@ -21,7 +21,7 @@ from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 from asyncloader.epochs import Told
-from asyncloader.plain import plain, unplain
+from asyncloader.plain import as_text, plain, unplain
 from asyncloader.protocols import is_stateful, put_back
 from asyncloader.seeding.sample_context import Placed
 
@@ -71,7 +71,7 @@ class Frozen:
     def plain(self) -> Any:
         """Write it down as `plain` does."""
         if self._text is None:
-            written = plain(self.thaw())
+            written = as_text(self.thaw())  # a new object: it need not be copied
             if not isinstance(written, str):
                 return written
             self._text = written

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
+import struct
 import threading
 import weakref
 from collections.abc import Callable
@@ -29,7 +31,12 @@ from asyncloader.online.wire import Unreadable, Withdrawn, check, parts_of, rece
 log = logging.getLogger("asyncloader")
 
 _LONGEST_PROOF_S = 10.0
+_MOST_STRANGERS = 32
+_GRACE_S = 1.0
+"""So long a connection may take to prove that it knows the secret while others wait for its place."""
 _RETRY_S = 0.5
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_ROOT = 0
 
 
 class ServesHandles(GivesLeases, Protocol):
@@ -92,6 +99,8 @@ class Door:
         self._feed = weakref.ref(feed)
         weakref.finalize(feed, self.end)  # unlike a callback of the reference, not while modules are torn down
         self._connections: set[asyncio.Task[None]] = set()
+        self._strangers: dict[_Connection, asyncio.Task[None]] = {}  # that have proved nothing yet, the oldest first
+        self._fewer_strangers = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._closed, self._ended = asyncio.Event(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="asyncloader feed", daemon=True)
@@ -133,10 +142,39 @@ class Door:
                 log.warning("A handle could not connect to its feed, and is accepted later: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
+            if not _is_of_this_user(sock):
+                sock.close()
+                continue
             keep_from_forks(sock).setblocking(False)
-            task = asyncio.create_task(_Connection(sock, self._feed, self._look_at_ranks).serve(self.secret))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            await self._make_room()
+            self._serve(sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        connection = _Connection(sock, self._feed, self._look_at_ranks, self._not_strange)
+        task = self._strangers[connection] = asyncio.create_task(connection.serve(self.secret))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _make_room(self) -> None:
+        """Wait until few connections have proved nothing yet. The oldest goes when it has had its time.
+
+        Each of them takes a descriptor of the trainer. Handles that come all at once are no reason to end one of them:
+        each proves what it knows as soon as its process runs.
+        """
+        while len(self._strangers) >= _MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            self._fewer_strangers.clear()
+            try:
+                async with asyncio.timeout_at(oldest.began_at + _GRACE_S):
+                    await self._fewer_strangers.wait()
+            except TimeoutError:
+                if (task := self._strangers.pop(oldest, None)) is not None:
+                    task.cancel()
+
+    def _not_strange(self, connection: _Connection) -> None:
+        """A connection has proved that it knows the secret, or has ended."""
+        self._strangers.pop(connection, None)
+        self._fewer_strangers.set()
 
     def _look_at_ranks(self) -> None:
         """End a run whose ranks have waited for too long, now or when it is time."""
@@ -154,13 +192,22 @@ class _Connection:
         sock: Its socket.
         feed: Returns the feed; None when it is gone.
         look: Is called when the consumer of a rank waits.
+        known: Is called when the handle has proved that it knows the secret, or the connection has ended.
+
+    Attributes:
+        began_at: When, on the loop's clock.
     """
 
     def __init__(
-        self, sock: socket.socket, feed: Callable[[], ServesHandles | None], look: Callable[[], object]
+        self,
+        sock: socket.socket,
+        feed: Callable[[], ServesHandles | None],
+        look: Callable[[], object],
+        known: Callable[[_Connection], object],
     ) -> None:
+        self.began_at = asyncio.get_running_loop().time()
         self._sock = sock
-        self._feed, self._look = feed, look
+        self._feed, self._look, self._known = feed, look, known
         self._seat: Seat | None = None  # of the rank whose iterator this is
         self._leases: dict[int, int] = {}  # that the handle was given, and the numbers of the requests
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,6 +219,7 @@ class _Connection:
         try:
             async with asyncio.timeout(_LONGEST_PROOF_S):
                 await check(self._sock, secret)
+            self._known(self)
             if (feed := self._feed()) is not None:
                 await asyncio.get_running_loop().sock_sendall(self._sock, b"".join(parts_of(0, feed.version)))
             del feed
@@ -188,6 +236,7 @@ class _Connection:
                 each.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._sock.close()
+            self._known(self)
             if (feed := self._feed()) is not None:
                 for lease in self._leases:
                     feed.give_back(lease, failed=True)
@@ -320,6 +369,12 @@ class _Connection:
         async with self._sending:
             for part in parts:
                 await asyncio.get_running_loop().sock_sendall(self._sock, part)
+
+
+def _is_of_this_user(sock: socket.socket) -> bool:
+    """Whether a process of the trainer's user, or of root, has connected; abstract sockets have no permissions."""
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return user in (os.geteuid(), _ROOT)
 
 
 def _version(feed: ServesHandles, version: int, is_default: bool) -> int:

@@ -24,6 +24,7 @@ from torch.utils.data import Sampler
 
 from asyncloader import identity, threads
 from asyncloader.checks import Least, check_of
+from asyncloader.datasets.records import pickled
 from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.online.door import Door
 from asyncloader.online.forks import generation
@@ -297,7 +298,8 @@ class Feed(Outlet, SuppliesKeys[T]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of the batches that consumers were given. It is in states of the loader.
 
-        Samples that wait, and items that are not settled, are in it, pickled.
+        Samples that wait, and items that are not settled, are in it, as they are. If these are numbers, strings,
+        tensors and containers of them, and the source's state is, ``torch.load(file, weights_only=True)`` reads it.
 
         Raises:
             ConfigurationError: if batches are dealt to ranks: the loader of a rank knows what that was given.
@@ -316,9 +318,9 @@ class Feed(Outlet, SuppliesKeys[T]):
                 are not in the state: they would be lost, unless they were spilled.
         """
         identity.check(state, identity.of(self))
+        units = pickle.loads(pickled(state["units"][0]))  # a copy: the state stays as it is
         with Change(self):
             self._check_keeps_all(state)
-            units = self._call_out(pickle.loads, state["units"])
             if self._source is not None and state["source"] is not None:
                 self._source.load_state_dict(state["source"], self._call_source)
             self._ledger.load(units)
@@ -403,7 +405,8 @@ class Feed(Outlet, SuppliesKeys[T]):
         """Return the state before a batch of a reader; of one that was left, as it is now."""
         with Change(self):
             units = self._ledger.state(batch if run == self._runs_begun else self._next_given())
-            return {
+            copy = self._call_out(pickled, units)
+            state = {
                 "version": 1,
                 "id": secrets.token_hex(8),
                 **identity.of(self),
@@ -411,8 +414,10 @@ class Feed(Outlet, SuppliesKeys[T]):
                 "pushed": self._pushed,
                 "segment": 0 if self._spill is None else self._spill.begin_segment(),
                 "source": None if self._source is None else self._call_out(self._source.state_dict),
-                "units": self._call_out(pickle.dumps, units, pickle.HIGHEST_PROTOCOL),
             }
+        # As values, and no pickle: whoever trusts a file can tell by torch.load. In a tuple, which
+        # torch.distributed.checkpoint does not look into, so the keys of two states are the same.
+        return {**state, "units": (pickle.loads(copy),)}
 
     def _state_identity(self) -> dict[str, Any]:
         return {"group_size": self.group_size, "has_source": self._source is not None}

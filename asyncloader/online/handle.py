@@ -65,7 +65,10 @@ class _Link:
             self.version = version
         except (OSError, EOFError) as error:
             self.sock.close()
-            why = "there is no feed behind this handle: it was closed, its process ended, or this is another machine"
+            why = (
+                "there is no feed behind this handle: it was closed, its process ended, or this is another machine or "
+                "another user"
+            )
             raise closed(address, why, error) from error
         self.futures: dict[int, _Answer] = {}
         self.is_over = self.is_torn = False

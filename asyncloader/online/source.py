@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from asyncloader.datasets.stream_keys import Items, Place, Raised, Reading, StreamKeys, Told, is_stream
 from asyncloader.errors import ConfigurationError
+from asyncloader.plain import as_text, plain, unplain
 from asyncloader.protocols import is_stateful
 
 _MOST_ITEMS = 256
@@ -86,7 +87,7 @@ class PlainSource:
     def state_dict(self) -> dict[str, Any]:
         """Return the place, and the state of the source if it has one."""
         states = {"stream": self._source.state_dict()} if is_stateful(self._source) else {}
-        return {"drawn": self.drawn, "given": self.drawn if states else 0, "states": pickle.dumps(states)}
+        return {"drawn": self.drawn, "given": self.drawn if states else 0, "states": plain(states)}
 
     def load_state_dict(self, state: dict[str, Any], call: Callable[..., Any]) -> None:
         """Go on from a place.
@@ -98,7 +99,7 @@ class PlainSource:
         Raises:
             ConfigurationError: if the source is a generator that was read.
         """
-        states, given = call(pickle.loads, state["states"]), state["given"]
+        states, given = unplain(state["states"]), state["given"]
         if states.keys() == {"stream"} and is_stateful(self._source):
             call(self._source.load_state_dict, states["stream"])
         elif self._items is not None and hasattr(type(self._source), "__next__"):
@@ -160,7 +161,7 @@ class StreamSource:
     def state_dict(self) -> dict[str, Any]:
         """Return the place, and the last states of the source before it, if it has some."""
         told = self._items.place(self.drawn - self._items.reading.place.number).told or Told(0, pickle.dumps({}))
-        return {"drawn": self.drawn, "given": told.given, "states": told.pickled}
+        return {"drawn": self.drawn, "given": told.given, "states": as_text(pickle.loads(told.pickled))}
 
     def load_state_dict(self, state: dict[str, Any], call: Callable[..., Any]) -> None:
         """Go on from a place.
@@ -175,7 +176,8 @@ class StreamSource:
         if self._items.is_read and isinstance(self._source, (Generator, AsyncGenerator)):
             raise read_before()
         self.drawn, self.waits = state["drawn"], False
-        self._begin(Place(self.drawn, told=Told(state["given"], state["states"]) if state["given"] else None))
+        told = Told(state["given"], pickle.dumps(unplain(state["states"]))) if state["given"] else None
+        self._begin(Place(self.drawn, told=told))
 
     def close(self) -> None:
         """Draw no more: the thread ends."""

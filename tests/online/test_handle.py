@@ -20,6 +20,7 @@ from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -616,6 +617,63 @@ def test_strangers_are_refused() -> None:
             assert stranger.recv(1)
     handle.put_sync(1)
     handle.close()
+    feed.close()
+
+
+def strangers(address: str, count: int) -> list[socket.socket]:
+    """Connect so often, and say nothing."""
+    found = []
+    for _ in range(count):
+        found.append(socket.socket(socket.AF_UNIX))
+        found[-1].connect(address)
+    return found
+
+
+def test_strangers_that_say_nothing_are_few() -> None:
+    """Each takes a descriptor of the trainer: the oldest goes. Handles come all the same."""
+    feed: Feed[int] = Feed(batch_size=1)
+    handle = feed.handle()
+    before = len(os.listdir("/proc/self/fd"))
+    silent = strangers(handle.address, 100)
+    begun = perf_counter()
+    handle.put_sync(1)
+    assert perf_counter() - begun < 8
+    assert len(os.listdir("/proc/self/fd")) - before < 100 + 50  # ours, and the other ends of a few
+    silent[0].settimeout(20)
+    assert len(silent[0].recv(100)) == 32
+    assert silent[0].recv(1) == b""
+    for each in silent:
+        each.close()
+    handle.close()
+    feed.close()
+
+
+def test_handles_that_come_all_at_once_are_served() -> None:
+    """However many: those that know the secret are no strangers for long."""
+    feed: Feed[int] = Feed(batch_size=1, max_samples=200)
+    handles = [feed.handle() for _ in range(100)]
+    with ThreadPoolExecutor(100) as pool:
+        list(pool.map(lambda numbered: numbered[1].put_sync(numbered[0]), enumerate(handles)))
+    feed.close()
+    assert sorted(int(number) for batch in DataLoader(feed) for number in batch) == [*range(100)]
+    for handle in handles:
+        handle.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_other_users_are_refused() -> None:
+    """Before a byte is sent to them: the kernel says whose process has connected."""
+    feed: Feed[int] = Feed(batch_size=1)
+    script = f"""
+import os, socket
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as stranger:
+    stranger.settimeout(20)
+    stranger.connect({feed.handle().address!r})
+    print(len(stranger.recv(1)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
     feed.close()
 
 

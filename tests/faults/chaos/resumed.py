@@ -397,14 +397,14 @@ class Trainer:
         if cut.via == "file":
             assert self._folder is not None
             path = self._folder / "state"
-            self._loader.save_state(path)
+            torch.save(self._loader.state_dict(), path)
             return path
         state = self._loader.state_dict()
         return json.loads(json.dumps(state)) if cut.via == "json" else state
 
     def _load(self, state: Any) -> None:
         if isinstance(state, Path):
-            self._loader.load_state(state)
+            self._loader.load_state_dict(torch.load(state, weights_only=True))
         else:
             self._loader.load_state_dict(state)
 
