@@ -291,6 +291,37 @@ def test_before_a_state() -> None:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_batch_of_every_state(name: str) -> None:
+    """Also from that of the last batch, which is shorter than the others, and from one of a run that was resumed."""
+    torch.manual_seed(7)
+    random.seed(7)
+    loader = made(name, seeding="sample")
+    batches, states = [], [loader.state_dict()]
+    for batch in loader:
+        batches.append(batch)
+        states.append(loader.state_dict())
+    for at in {0, 1, len(batches) // 2, len(batches) - 1, len(batches)}:
+        other = made(name, seeding="sample")
+        other.load_state_dict(states[at])
+        first = first_known(other, at)
+        assert_again(other, 0, batches, first)
+        assert same([*other], batches[at:])
+        assert_again(other, 0, batches, first)
+
+
+def first_known(loader: DataLoader[Any], at: int) -> int:
+    """Return the first batch that a state of batch `at` has: where its sampler is drawn anew, the first of all."""
+    for number in reversed(range(at)):
+        try:
+            loader.batch_keys(0, number)
+        except IndexError as error:
+            assert "lies before the state" in str(error)
+            return number + 1
+    return 0
+
+
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seeding", ["batch", "sample"])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("face", ["plain", "async"])

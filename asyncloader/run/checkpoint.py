@@ -353,8 +353,9 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
         samples: In each batch; None where batches differ. Then it is not known which sample of the epoch comes first.
     """
     by, sample = number - state["position"], state["sample"]
-    if by:
-        sample = -1 if sample < 0 or samples is None else sample + by * samples
+    if by and sample >= 0:
+        # What lies before a state is read from the epoch's beginning on. Its last batch may have fewer samples.
+        sample = -1 if samples is None else number * samples if by < 0 else sample + by * samples
     drawn = state["drawn"] + (0 if state["is_over"] else by)
     given: dict[str, Any] = {"ahead": [], "workers": None, "next_worker": None, "bad_count": 0, "check": []}
     given["fingerprint"] = None
