@@ -91,14 +91,15 @@ def private_bytes(folder: Path = Path("/proc/self")) -> int | None:
             for name, _, rest in (line.partition(":") for line in lines if ":" in line)
         }
     except (OSError, ValueError, IndexError):
-        return _anonymous_bytes(folder)
+        return anonymous_bytes(folder)
     # Shared memory that only this process has touched so far is dirty and private as well, but not anonymous; of the
     # trainer's pages that a forked worker has not written to its share is anonymous, and not private.
     private = sizes.get("Private_Dirty", 0)
     return min(private, sizes.get("Pss_Anon", private)) + sizes.get("SwapPss", 0) + sizes.get("Private_Hugetlb", 0)
 
 
-def _anonymous_bytes(folder: Path) -> int | None:
+def anonymous_bytes(folder: Path) -> int | None:
+    """Return the memory of a process that is of no file and not shared on purpose; None where nobody says so."""
     try:
         _, resident, shared, *_ = map(int, (folder / "statm").read_text().split())
     except (OSError, ValueError):  # no Linux

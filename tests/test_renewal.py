@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.backends.processes.pool import Pool
-from asyncloader.machine import MemoryLimit
+from asyncloader.machine import MemoryLimit, private_bytes
 from asyncloader.observe import private
 from asyncloader.observe.memory_watch import MemoryWatch
 from tests import inside
@@ -174,6 +174,55 @@ def test_a_worker_that_grows_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None
     loader.close()
     assert stats.as_dict()["workers"][0]["private_bytes"] == stats.workers[0].private_bytes
     assert f"renewed {stats.renewals} times" in str(stats)
+
+
+class FastLeak(Dataset[Any]):
+    """Samples of which each leaves 4 MB behind, as fast as memory can be had; tells what the worker has by then."""
+
+    left: ClassVar[list[bytearray]] = []
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> Any:
+        self.left.append(bytearray(b"x" * 4096) * 1024)
+        return index, os.getpid(), private_bytes()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_fast_leak_is_bounded(num_workers: int, start_method: str) -> None:
+    """No worker comes to more than one and a half times its bound, however long the start of another one takes."""
+    bound = (360 if start_method == "spawn" else 160) << 20  # a spawned worker has torch to itself
+    options: Any = {"multiprocessing_context": start_method, "max_worker_memory": bound, "num_workers": num_workers}
+    loader = DataLoader(FastLeak(), 2, **options)
+    indices, makers, memory = (torch.cat(column).tolist() for column in zip(*loader, strict=True))
+    assert indices == list(range(160))
+    assert max(memory) < 1.5 * bound
+    assert len(set(makers)) == num_workers + loader.stats().renewals > num_workers
+
+
+class NeverReady:
+    """Has the process that is to take the place of the first worker never come up."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, worker: int) -> None:
+        if self.path.exists():
+            time.sleep(1000)
+        self.path.touch()
+
+
+def test_a_worker_that_waits_for_another_goes_on_if_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is killed after a while, and a warning says so: above its bound is better than no training."""
+    monkeypatch.setattr("asyncloader.engine.supervisor._LATE_S", 0.3)
+    hangs = NeverReady(tmp_path / "first")
+    loader = DataLoader(FastLeak(), 2, num_workers=1, max_worker_memory=160 << 20, worker_init_fn=hangs)
+    assert [index for batch in loader for index in batch[0].tolist()] == list(range(160))
+    assert "could not be renewed, and goes on" in caplog.text
+    assert loader.stats().renewals == 0
 
 
 def test_persistent_workers_between_two_epochs() -> None:

@@ -342,22 +342,25 @@ class Supervisor:
                 self._not_renewed(describe_death(spare.pid, spare.exitcode) + last_words(spare.output))
             elif spare.is_ready:
                 workforce.is_finishing = True
-            elif monotonic() > spare.started_at + _LATE_S:
-                spare.kill()
         if workforce.is_finishing and self._is_idle(workforce.renewing):
             self._loop.call_soon(self._renew, workforce.renewing)
 
     def _prepare(self, worker: int) -> None:
         """Start what is to take the place of a worker; some backends can do so only when the worker is idle."""
         workforce = self.workforce
-        if worker != workforce.renewing or not self._is_at_work:
+        if worker != workforce.renewing:
+            return
+        if not self._is_at_work:
+            workforce.cancel_renewal(worker)  # in the next run, the worker is due again with its next batch
             return
         try:
-            self._spare = self._pool.prepare(worker, len(workforce.members))
+            self._spare = spare = self._pool.prepare(worker, len(workforce.members))
         except Exception as error:
             self._not_renewed(str(error))
         else:
-            workforce.is_finishing = self._spare is None
+            workforce.is_finishing = spare is None
+            if spare is not None:  # the worker may have nothing to do, and no outcome would remind anybody
+                self._loop.call_later(_LATE_S, _end_late, weakref.ref(spare))
             self.look_at_renewal(perf_counter())  # it may be idle, and would not be heard of again
 
     def _not_renewed(self, why: str) -> None:
@@ -505,3 +508,9 @@ class Supervisor:
         """Note for the statistics on which machine a worker is."""
         process = self._pool.processes.get(worker)
         self.session.run.meter.joined(worker, "" if process is None else process.node)
+
+
+def _end_late(started: weakref.ref[Worker]) -> None:
+    """Kill a process that has not opened the dataset in time; the pool tells of its end."""
+    if (spare := started()) is not None and not spare.is_ready:
+        spare.kill()

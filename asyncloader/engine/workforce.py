@@ -28,6 +28,10 @@ from asyncloader.options import Options
 
 log = logging.getLogger("asyncloader")
 
+_HELD_ABOVE = 1.25
+"""A worker that is so many times above its bound waits for the process that takes its place. So it stays below 1.5
+times the bound: it is an eighth ahead of what it has told (`PrivateBytes`), and finishes the tickets that it has."""
+
 _PAUSE_S = 30.0
 """Where no process could be had to renew a worker, none is asked for before so much time has gone by. Seconds."""
 
@@ -163,8 +167,14 @@ class Workforce:
             self.renewing, self.is_finishing = None, False
 
     def may_send(self, worker: int) -> bool:
-        """Whether the worker is sent tickets: not if another process is to have them."""
-        return not self.is_finishing or worker != self.renewing
+        """Whether the worker is sent tickets: not if another process is to have them.
+
+        Nor, while a process is on its way, if the worker is far above its bound: by the time that the process is ready,
+        a fast leak would have taken twice as much. Every renewal ends, and then tickets are sent again.
+        """
+        if self.renewing is None:
+            return True
+        return not (self.is_finishing and worker == self.renewing) and not self._is_far_above(worker)
 
     def made(self, worker: int, private_bytes: int) -> bool:
         """A worker has come to an outcome; return whether any worker is to be renewed.
@@ -229,6 +239,11 @@ class Workforce:
                     life.batches,
                 )
         return life.private_bytes > life.bound
+
+    def _is_far_above(self, worker: int) -> bool:
+        life = self._lives.get(worker)
+        is_due = worker == self.renewing or worker in self._due
+        return is_due and life is not None and 0 < life.bound * _HELD_ABOVE < life.private_bytes
 
     def validate(self, roster: Roster) -> None:
         """Check what must hold between any two events."""

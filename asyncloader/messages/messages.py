@@ -120,6 +120,7 @@ class WorkerSpec:
         thread: Other properties of the iterating thread, which workers take over.
         epochs: The epochs that `set_epoch` had told the dataset when this worker's copy of it was made.
         fingerprint: Make a digest of each batch.
+        max_worker_memory: Tell of growth early, since the worker is to be renewed before it has much more than this.
     """
 
     dataset: Any
@@ -142,6 +143,7 @@ class WorkerSpec:
     thread: IteratingThread | None = None
     epochs: tuple[Told, ...] = ()
     fingerprint: bool = False
+    max_worker_memory: int | None = None
 
     @property
     def overlaps(self) -> bool:

@@ -137,9 +137,11 @@ class BatchMaker:
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
         self._stalls = Stalls()
-        self._memory = PrivateBytes() if host.is_remote else None  # threads share theirs
+        self._memory: PrivateBytes | None = None
         if isinstance(spec, WorkerSpec):
             self.spec = spec
+            if host.is_remote:  # threads share their memory
+                self._memory = PrivateBytes(bound=spec.max_worker_memory)
             self._epochs = spec.epochs  # that its copy of the dataset has been told
         else:
             self._unfit = spec

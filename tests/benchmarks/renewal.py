@@ -14,8 +14,8 @@ Target: at least 0.95 of the rate of workers that stay; not for async samples, w
 What was found, in one short run on two cores (``--quick``: workers live for 1.4 s): of the rate of workers that stay
 0.97 (by memory) and 0.95 (by tasks) where samples sleep, 1.07 and 1.02 where they compute, which is noise, and 0.98
 with a fork server. The longest wait for a batch was 35 ms longer at most. Async samples: 0.92, a renewal every 2 s.
-A worker that leaks 180 MB a second comes to 310 MB, and to 550 where another one starts slower, before that has its
-place: it looks once a second, and one is renewed at a time.
+(Before workers looked whenever they have grown, one that leaks 180 MB a second came to 310 MB, and to 550 where another
+one started slower.)
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +28,15 @@ class Pool:
 
     def add(self, worker: int, num_workers: int) -> None:
         self.added.append(worker)
+
+
+class Spare:
+    """A process that is being started."""
+
+    is_alive, is_ready, pid, exitcode, output = True, False, 7, -9, b""
+
+    def __init__(self, killed: list[bool]) -> None:
+        self.kill = lambda: killed.append(True)
 
 
 class Timers(GuardedLoop):
@@ -113,11 +121,12 @@ async def test_a_worker_that_there_was_no_room_for_is_started_with_the_next_run(
 
 
 @pytest.mark.parametrize("what", ["ready", "ended", "late", "refused"])
-async def test_the_process_that_is_started_for_a_worker(what: str) -> None:
+async def test_the_process_that_is_started_for_a_worker(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker is sent no more when it is ready; if it ends, hangs or cannot be had, the worker goes on."""
     killed: list[bool] = []
-    spare = SimpleNamespace(is_alive=True, is_ready=False, started_at=monotonic(), pid=7, exitcode=-9, output=b"")
-    spare.kill = lambda: killed.append(True)
+    if what == "late":
+        monkeypatch.setattr("asyncloader.engine.supervisor._LATE_S", 0.0)
+    spare = Spare(killed)
     pool, session, loop = Pool(), Session(), Timers()
     pool.processes = {worker: SimpleNamespace(is_ready=True, node="") for worker in range(2)}
     session.run.plan_ended = False
@@ -143,7 +152,7 @@ async def test_the_process_that_is_started_for_a_worker(what: str) -> None:
         case "ended":
             spare.is_alive = False
         case "late":
-            spare.started_at -= 301
+            await until(lambda: killed)  # no outcome is needed for that
     supervisor.on_outcome(0, Outcome(Kind.BATCH), 0.0)
     assert supervisor.workforce.may_send(1) == (what != "ready")
     assert (supervisor.workforce.renewing == 1) == (what in ("ready", "late"))

@@ -325,6 +325,27 @@ def test_what_a_worker_needs_from_its_start_is_no_reason(caplog: Any) -> None:
     assert make(workforce, 1, 1, 301 * MB)
 
 
+def test_a_worker_that_is_far_above_its_bound_is_sent_nothing_until_it_is_renewed() -> None:
+    """A fast leak would have taken twice as much by then. So is the one whose turn comes next."""
+    workforce = Workforce(deciders.options(num_at_start=3, max_worker_memory=100 * MB))
+    for worker in range(3):
+        make(workforce, worker, 1, 10 * MB)
+    make(workforce, 0, 1, 200 * MB)
+    assert workforce.may_send(0)  # it is not decided that another comes
+    assert choose(workforce) == 0
+    make(workforce, 1, 1, 125 * MB)
+    make(workforce, 2, 1, 126 * MB)
+    assert [workforce.may_send(worker) for worker in range(3)] == [False, True, False]
+    workforce.reset(0)
+    assert all(map(workforce.may_send, range(3)))
+    assert choose(workforce) == 1
+    assert [workforce.may_send(worker) for worker in range(3)] == [True, True, False]
+    make(workforce, 1, 1, 140 * MB)
+    assert not workforce.may_send(1)
+    workforce.not_renewed(0.0)
+    assert all(map(workforce.may_send, range(3)))
+
+
 @pytest.mark.parametrize("end", ["reset", "lose", "leave", "settle"])
 def test_a_worker_that_dies_or_leaves_is_not_renewed(end: str) -> None:
     """What comes in its place has made nothing; one that stays after all is due again."""

@@ -109,3 +109,24 @@ def test_a_worker_looks_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyP
         clock[0] += 2.0
     assert told == [0, 100, 100, 100, 200, 200]
     assert looks == [tmp_path] * 2
+
+
+def test_a_worker_with_a_bound_looks_whenever_it_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its first batch, then after each eighth of the bound, and once a second; not for what comes and goes."""
+    anonymous = [500]  # of which 450 are shared with the trainer
+    looks: list[int] = []
+
+    def look(folder: Path) -> int:
+        looks.append(anonymous[0] - 450)
+        return looks[-1]
+
+    monkeypatch.setattr(private, "private_bytes", look)
+    monkeypatch.setattr(private, "anonymous_bytes", lambda folder: anonymous[0])
+    monkeypatch.setattr(private, "perf_counter", lambda: 0.0)
+    memory = PrivateBytes(tmp_path, bound=80)
+    told = []
+    for now, size in ((0.1, 500), (0.2, 509), (0.3, 510), (0.4, 525), (0.5, 510), (0.6, 534), (0.7, 535), (1.8, 520)):
+        anonymous[0] = size
+        told.append(memory.take(now))
+    assert told == [50, 50, 60, 75, 75, 75, 85, 70]
+    assert looks == [50, 60, 75, 85, 70]
