@@ -8,9 +8,11 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -340,3 +342,56 @@ def test_a_stream_that_is_read_again_at_another_place_is_named(
     resumed.load_state_dict(loader.state_dict())
     next(iter(resumed))
     assert "the other way: what the stream draws from global random generators is not the same" in caplog.text
+
+
+class WithState(IterableDataset[Any]):
+    """Has a state, and adds noise from a global generator to its numbers, or none."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 12:
+            self.at += 1
+            yield self.at, float(self.draw())
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, partial(torch.rand, ()), float], ids=range(4))
+def test_the_epoch_after_a_state_between_two_is_the_same_or_the_noise_is_named(
+    draw: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in a loader that was resumed before: the generators of persistent workers move on from epoch to epoch."""
+
+    def make() -> DataLoader[Any]:
+        torch.manual_seed(5)
+        return DataLoader(WithState(draw), batch_size=4, num_workers=1, persistent_workers=True)
+
+    def listed(loader: Any) -> list[Any]:
+        return [[part.tolist() for part in batch] for batch in loader]
+
+    loader = make()
+    listed(loader)
+    first = loader.state_dict()
+    epoch = listed(loader)
+    second = loader.state_dict()
+    following = listed(loader)
+    for states in ([first], [second], [second, first], [first, second]):
+        for state in states:  # the last one is loaded into a loader that has others behind it
+            caplog.clear()
+            loader.load_state_dict(state)
+            found = listed(loader)
+        expected = epoch if states[-1] is first else following
+        has_warned = "persistent workers that had read the stream in epochs before" in caplog.text
+        assert has_warned == (draw is not float)
+        assert found == expected or has_warned
+        assert [batch[0] for batch in found] == [batch[0] for batch in expected]
+    loader.close()

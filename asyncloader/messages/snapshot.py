@@ -6,8 +6,10 @@
     Keeper       takes snapshots of the dataset and its iterator, loads one, and says what came after it
 
 A snapshot is {"dataset", "iterator", "ended"}: the states of those that provide one. A dataset that is its own iterator
-provides it once. Batches since a snapshot are made again from there, and dropped: a number of batches of a stream, the
-keys of batches of a map-style dataset.
+provides it once. That of the end of a stream has "draws" as well: global generators were drawn from meanwhile.
+
+Batches since a snapshot are made again from there, and dropped: a number of batches of a stream, the keys of batches of
+a map-style dataset.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 from asyncloader.epochs import Told
 from asyncloader.plain import as_text, plain, unplain
 from asyncloader.protocols import is_stateful, put_back
+from asyncloader.seeding.generators import GLOBAL, check_of
 from asyncloader.seeding.sample_context import Placed
 
 _SHARE = 50
@@ -229,6 +232,7 @@ class Keeper:
         self.is_put_back = bool(self._snapshot) and is_stateful(dataset)
         self._things: dict[str, Any] = {"dataset": dataset} if is_stateful(dataset) else {}
         self._since = 0  # batches since the last snapshot
+        self._generators: list[int] = []  # what tells the global ones when a stream begins
         self._keeps_keys = True  # of batches since the last snapshot: those of a stream are only counted
         self._is_first = True  # what is drawn between the beginning and the first batch is not drawn again
         self._pace = Pace()
@@ -238,6 +242,7 @@ class Keeper:
     def attach(self, iterator: Any) -> bool:
         """Bring back the state of the dataset's iterator, which was made after the dataset's; whether it had ended."""
         self._keeps_keys = False
+        self._generators = list(map(check_of, GLOBAL))
         things = {"iterator": iterator, "dataset": self._dataset}
         if iterator is self._dataset:
             del things["dataset"]
@@ -261,15 +266,15 @@ class Keeper:
             return self.take_now(ended=ended)
         return None
 
-    def take_now(self, *, ended: bool = False) -> Frozen | Untold | None:
-        """Return a snapshot, if anything provides a state; it may be that it cannot be taken."""
+    def take_now(self, *, ended: bool = False, **more: bool) -> Frozen | Untold | None:
+        """Return a snapshot, with what more there is to say; None if nothing provides a state."""
         if not self._things or not self._every:
             return None
         self._pace.begin()
         self._since = 0  # nothing is kept either after a snapshot that could not be taken
         try:
             states = {name: thing.state_dict() for name, thing in self._things.items()}
-            frozen = Frozen({"dataset": None, "iterator": None, "ended": ended, **states}, ended=ended)
+            frozen = Frozen({"dataset": None, "iterator": None, "ended": ended, **states, **more}, ended=ended)
             if self._sends and not frozen.can_travel:
                 pickle.dumps(states)  # raises what is the matter
             return frozen
@@ -281,7 +286,7 @@ class Keeper:
     def take_last(self) -> Frozen | Untold | None:
         """Return what of the dataset's state outlasts the run, after a stream has come to its end."""
         self._things = {"dataset": self._dataset} if is_stateful(self._dataset) else {}
-        return self.take_now()
+        return self.take_now(draws=self._generators != list(map(check_of, GLOBAL)))
 
 
 def dataset_here(dataset: Any, every: int | None = 1) -> WorkerStart:

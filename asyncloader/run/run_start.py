@@ -373,7 +373,8 @@ def _warn_of_other_numbers(options: Options, state: dict[str, Any] | None) -> No
     """Say that workers draw other numbers for a stream than those that had drawn for earlier epochs as well."""
     if state is None or not state["has_past"] or not (options.is_iterable and options.has_workers):
         return
-    if state["workers"] is None or any(start.snapshot is None for start in from_plain(state["workers"]).values()):
+    starts = from_plain(state["workers"]) if state["workers"] is not None else {0: WorkerStart()}
+    if any(start.snapshot is None or start.snapshot.get("draws") for start in starts.values()):
         log.warning(
             "The state is of persistent workers that had read the stream in epochs before. Their random generators had "
             "moved on from epoch to epoch, and those of the workers that start now have not: if the stream draws from "
