@@ -345,4 +345,4 @@ def test_an_epoch_that_is_set_after_a_state_between_two_epochs(
             loader.load_state_dict(state)
             if epoch is not None:
                 set_epoch(loader, epoch)
-            assert order(loader) == orders[max(0, done - 1) if epoch is None else epoch]
+            assert order(loader) == orders[done if epoch is None else epoch]

@@ -55,9 +55,9 @@ class ParallelMap(SuppliesKeys[T_co]):
     Args:
         stream: An iterable that begins anew each epoch, an async one, or a function that returns one. If it has
             `state_dict` and `load_state_dict`, or its iterator, states of the loader have theirs; if it has
-            `set_epoch`, it is told. The stream lives in the trainer's process: no worker has it, and it need not be
-            pickled. An async stream runs on a loop of the thread's own. Each item is an object of its own, as it is
-            read ahead.
+            `set_epoch`, it is told each epoch after the first, and any that `loader.set_epoch` sets. The stream lives
+            in the trainer's process: no worker has it, and it need not be pickled. An async stream runs on a loop of
+            the thread's own. Each item is an object of its own, as it is read ahead.
         fn: Makes a sample of an item, in a worker. The function and the items are pickled; in a worker that is a thread
             it must not change the item. May be a coroutine function: then `concurrency` samples are awaited at once.
         shuffle: Give the items of each so many in random order, which depends on the seed, the epoch and their place.
@@ -172,6 +172,7 @@ class StreamSampler(Sampler[StreamItem]):
     """
 
     keys_arrive = True
+    is_epoch_set = False  # by a call of `set_epoch` or `load_state_dict` since our loader has begun an epoch
 
     def __init__(self, dataset: ParallelMap[Any]) -> None:
         self._dataset = dataset
@@ -192,7 +193,7 @@ class StreamSampler(Sampler[StreamItem]):
         """Say which epoch the next iterator is of. A state of another epoch is dropped."""
         if epoch != self.epoch:
             self._next, self._items = Place(), None
-        self.epoch, self._is_told = epoch, True
+        self.epoch, self._is_told, self.is_epoch_set = epoch, True, True
 
     def __iter__(self) -> Iterator[StreamItem]:
         """Iterate: the stream is read from the first `next` on."""
@@ -253,7 +254,7 @@ class StreamSampler(Sampler[StreamItem]):
         """
         identity.check(state, identity.of(self))
         told = None if state["stream"] is None else Told(state["count"], pickle.dumps(state["stream"]))
-        self.epoch = state["epoch"]
+        self.epoch, self.is_epoch_set = state["epoch"], True
         self._is_told = self._is_told or self.epoch != 0  # where no loader tells it
         self._next, self._items = Place(state["number"], state["is_over"], told), None
 

@@ -139,6 +139,8 @@ class TarShards(Openable[Opened[Sources]], Generic[T_co]):
         self._next = _Progress(0)
         self._progress: _Progress | None = None  # of the newest iterator
 
+    counts_epochs = True
+
     @property
     def rank(self) -> int:
         """Which part of the data this process gets."""

@@ -78,6 +78,7 @@ def begin(
         prepare: Runs torch's constructor, before the order is drawn.
         last: The run before this one, if its workers make this one too.
     """
+    runs.set_epochs.look(options.index_sampler)
     rng = order_generators(options)
     before, check = rng.capture(), [] if state is None else rng.check()
     states = None if state is None else unplain(state["samplers"])
@@ -166,7 +167,7 @@ def _load(
     options: Options, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs
 ) -> tuple[SamplerState, dict[int, WorkerStart] | None]:
     """Bring samplers and dataset to where the run begins; return where the samplers and the workers are then."""
-    samplers = _load_samplers(options.index_sampler, state, states, runs)
+    samplers = _load_samplers(options, state, states, runs)
     if state is not None:
         with runs.set_epochs.telling():
             restore(listeners(options.dataset), state["dataset_epochs"])
@@ -283,13 +284,13 @@ def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: i
 
 
 def _load_samplers(
-    index_sampler: Any, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs
+    options: Options, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs
 ) -> SamplerState:
     """Bring samplers to where they were before they are iterated over; return where they are.
 
     If the state is of no run, an epoch that was set since it was loaded is the one that begins now.
     """
-    samplers, latest = SamplerState(None), runs.latest
+    index_sampler, samplers, latest = options.index_sampler, SamplerState(None), runs.latest
     if state is not None:
         chosen = runs.set_epochs.of_samplers_since_load(index_sampler) if is_between_runs(state) else []
         load_samplers(index_sampler, None if state["is_over"] else states, state["set_epochs"])
@@ -297,6 +298,11 @@ def _load_samplers(
         samplers = SamplerState(None if states is None else Frozen(states), state["drawn"], state["is_over"])
     elif latest is not None and latest.progress.finished:
         samplers = latest.samplers_after()
+        runs.set_epochs.warn_of_same_order(options, latest.sampler_epochs, latest.dataset_epochs)
+    last = None if latest is None else latest.sampler_epochs
+    if state is not None:
+        last = runs.set_epochs.of_samplers(index_sampler) if state["finished"] else None
+    runs.set_epochs.begin_epoch(index_sampler, last=last)
     return samplers if samplers.state is not None else samplers._replace(state=own_state(index_sampler))
 
 

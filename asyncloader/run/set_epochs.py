@@ -4,6 +4,7 @@
     a state that a run begins from ────┼──> of_dataset, of_samplers ──> states, and copies of the dataset in workers
     dataset.set_epoch: its `epoch` ────┘
 
+Samplers of ours count the loader's epochs: where nobody has set one since the last run began, a run begins the next.
 Whoever was last counts. Where a sampler or dataset has an attribute ``epoch``, that says it; otherwise it is what is
 remembered here.
 """
@@ -11,14 +12,20 @@ remembered here.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
-from asyncloader.epochs import Told, numbers, told
+from torch.utils.data import DistributedSampler
+
+from asyncloader.epochs import Told, listeners, numbers, told
 from asyncloader.options import Options
+from asyncloader.protocols import probe
 from asyncloader.run.checkpoint import is_between_runs
 from asyncloader.run.plan import samplers_within
+
+log = logging.getLogger("asyncloader")
 
 
 class SetEpochs:
@@ -34,6 +41,8 @@ class SetEpochs:
         self._last = Told()  # by the loader
         self._by_state: tuple[list[int | None], list[int | None]] = [], []  # since then, to samplers and to the dataset
         self._is_telling = False  # a copy that is made now may have been told, or not
+        self._is_set = False  # the epoch that begins, by the user
+        self._has_warned = False
         self._calls_when_loaded = 0
         self._samplers_when_loaded: list[int | None] = []
         self._dataset_when_loaded: tuple[Told, ...] = ()
@@ -52,6 +61,57 @@ class SetEpochs:
         self._last = Told(epoch, self._last.calls + 1)
         self._by_state = [], []
 
+    def begin_epoch(self, index_sampler: Any, *, last: Sequence[int | None] | None) -> None:
+        """Have samplers that count epochs go on to the next one, unless the user has set one.
+
+        Args:
+            index_sampler: The outermost sampler.
+            last: The epochs of samplers in the run that is over or was left; None if there was none, or it is resumed.
+        """
+        samplers = counting(index_sampler)
+        # Another loader with the same sampler may have begun the epoch.
+        if not self._is_set and last is not None and list(last) == self.of_samplers(index_sampler):
+            for sampler, epoch in [(sampler, sampler.epoch + 1) for sampler in samplers]:  # one may set those within
+                sampler.set_epoch(epoch)
+        for sampler in samplers:
+            sampler.is_epoch_set = False
+
+    def look(self, index_sampler: Any) -> None:
+        """Note whether the user has set the epoch that begins, before a state sets that of its own."""
+        self._is_set = any(sampler.is_epoch_set for sampler in counting(index_sampler))
+
+    def warn_of_same_order(self, options: Options, before: list[int | None], of_dataset: list[int | None]) -> None:
+        """Warn once, at the second epoch, of what gives the order of the first one, because nobody has told it which.
+
+        Args:
+            options: The loader's.
+            before: What samplers were told before the epoch that is over.
+            of_dataset: The same of the dataset.
+        """
+        if self._has_warned or self._last.calls:
+            return
+        told = zip(before, self.of_samplers(options.index_sampler), strict=False)
+        pairs = zip(samplers_within(options.index_sampler), told, strict=False)
+        untold = [sampler for sampler, (was, now) in pairs if was == now]
+        if any(isinstance(sampler, DistributedSampler) and sampler.shuffle for sampler in untold):
+            self._has_warned = True
+            log.warning(
+                "DistributedSampler gives the same order in every epoch: nobody has called set_epoch. Call "
+                "loader.set_epoch(epoch) before each epoch, or use asyncloader.ElasticSampler, which counts them."
+            )
+        copies = zip(listeners(options.dataset), of_dataset, self.of_dataset(options.dataset), strict=False)
+        if options.has_workers and options.persistent_workers:
+            same = [one for one, was, told in copies if was == told.number and not probe(one, "counts_epochs")]
+            if same:
+                self._has_warned = True
+                log.warning(
+                    "%s has set_epoch, and the copies of it in persistent workers were told no epoch: each epoch may "
+                    "have the same order. Call loader.set_epoch(epoch) before each, which reaches the workers; a call "
+                    "on the dataset itself does not. (counts_epochs = True, as an attribute of the dataset, says that "
+                    "it counts by itself.)",
+                    type(same[0]).__name__,
+                )
+
     def note_again(self) -> None:
         """Have copies of the dataset in workers be told the last epoch once more."""
         self._last = self._last._replace(calls=self._last.calls + 1)
@@ -65,6 +125,8 @@ class SetEpochs:
     def note_load(self, options: Options) -> None:
         """Note what is told when a state is loaded: an epoch that is set afterwards goes before the state's."""
         self._calls_when_loaded = self._last.calls
+        for sampler in counting(options.index_sampler):
+            sampler.is_epoch_set = False
         self._samplers_when_loaded = self.of_samplers(options.index_sampler)
         self._dataset_when_loaded = self.of_dataset(options.dataset)
 
@@ -93,6 +155,11 @@ class SetEpochs:
         now = self.of_dataset(options.dataset)
         is_news = state is not None and is_between_runs(state) and now != self._dataset_when_loaded
         return now if is_news else ()
+
+
+def counting(index_sampler: Any) -> list[Any]:
+    """List the samplers whose epochs the loader counts: `is_epoch_set` says whether the user has set the next one."""
+    return [each for each in samplers_within(index_sampler) if isinstance(probe(each, "is_epoch_set"), bool)]
 
 
 def _changed(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:

@@ -91,6 +91,9 @@ class ResumableSampler(Sampler[T_co], ABC):
     Subclasses say how an epoch is dealt out, and what cursor is reached after so many items; a cursor is plain data
     that means the same on all ranks. Called from the thread that reads the sampler.
 
+    :class:`asyncloader.DataLoader` sets the next epoch by itself where nobody has set one since the last one began.
+    With other loaders, `set_epoch` is to be called before each epoch.
+
     Args:
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
@@ -105,6 +108,8 @@ class ResumableSampler(Sampler[T_co], ABC):
     """The cursor at which epochs begin."""
     _next: Any
     """The cursor at which the next iterator begins."""
+    is_epoch_set = False
+    """Whether `set_epoch` or `load_state_dict` was called since our loader has begun an epoch."""
 
     def __init__(self, num_replicas: int | None, rank: int | None, seed: int, drop_last: bool) -> None:
         self.num_replicas, self.rank = place_in_group(num_replicas, rank)
@@ -135,7 +140,7 @@ class ResumableSampler(Sampler[T_co], ABC):
         """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
         if epoch != self.epoch:
             self._begin_at(self._beginning)
-        self.epoch = epoch
+        self.epoch, self.is_epoch_set = epoch, True
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the newest iterator has been read.
@@ -156,7 +161,7 @@ class ResumableSampler(Sampler[T_co], ABC):
             StateMismatchError: if the state is of another sampler, data or order, or a later version.
         """
         check_state(state, self)
-        self.epoch = state["epoch"]
+        self.epoch, self.is_epoch_set = state["epoch"], True
         self._begin_at(copy.copy(state["cursor"]))
 
     def _bare_state(self, items: int | None = None) -> dict[str, Any]:
