@@ -58,7 +58,7 @@ matrix: ## demo and quick tests on each of VERSIONS of Python that is there, wit
 test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite, fastai and Ray Train
 	$(BIN)/python -m pytest -m "frameworks and not slow" tests/frameworks
 
-test-services: $(SERVICES_READY) ## datasets against nginx, PostgreSQL and an S3 server, which it installs (as root)
+test-services: $(SERVICES_READY) ## datasets against PostgreSQL and an S3 server, which it installs (as root)
 	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest -m "services and not slow" tests/datasets tests/test_examples.py
 
 test-ray: $(RAY_READY) ## workers on the nodes of a Ray cluster: several raylets on this machine

@@ -2,6 +2,7 @@
 
     AsyncDataset            async def __getitem__(key)         one sample
     AsyncBatchDataset       async def __getitems__(keys)       the samples of a batch at once
+    TwoFacedDataset         __getitem__(key); async getitem    a sample for everybody, and the same one awaited
     AsyncIterableDataset    def __aiter__()                    also as an async generator
     AsyncResource           async def __aenter__, __aexit__    opened and closed where the dataset runs
 
@@ -50,6 +51,28 @@ class AsyncBatchDataset(Protocol[T_co]):
         """Return the samples of these keys, in this order."""
 
 
+class TwoFacedDataset(Protocol[T_co]):
+    """A map-style dataset like any other, whose samples can be awaited as well.
+
+    ``dataset[key]``, torch's DataLoader and `random_split` use ``__getitem__``. This package awaits ``getitem``
+    instead, also inside torch's wrappers, so that many samples are on their way at once; or ``getitems``, an
+    ``async def`` that takes the keys of a batch. A dataset that gains nothing by it for the moment, since its files are
+    local for example, says so by a false attribute ``is_remote``.
+
+    Example:
+        >>> class Objects(torch.utils.data.Dataset):
+        ...     def __getitem__(self, index): return decode(get(self.urls[index]))
+        ...     async def getitem(self, index): return decode(await get_async(self.urls[index]))
+        ...     def __len__(self): return len(self.urls)
+    """
+
+    def __getitem__(self, key: Any, /) -> T_co:
+        """Return one sample."""
+
+    async def getitem(self, key: Any, /) -> T_co:
+        """Return the same sample, without blocking the loop."""
+
+
 class AsyncIterableDataset(Protocol[T_co]):
     """An iterable dataset read with ``async for``. Samples that are awaitables are awaited, several at once."""
 
@@ -72,14 +95,23 @@ class AsyncResource(Protocol):
 
 
 def is_resource(thing: Any) -> bool:
-    """Whether it is an `AsyncResource`, by its class: `isinstance` would ask a ``__getattr__`` as well."""
-    return _defines(type(thing), "__aenter__") and _defines(type(thing), "__aexit__")
+    """Whether it is an `AsyncResource`, by its class: `isinstance` would ask a ``__getattr__`` as well.
+
+    A dataset with two faces of which the asynchronous one is not used needs no opening.
+    """
+    kind = type(thing)
+    return _defines(kind, "__aenter__") and _defines(kind, "__aexit__") and bool(probe(thing, "is_remote", True))
 
 
 class OpensDataset:
-    """Opens what is to be opened of the async dataset that a wrapper has, in `dataset`, and closes it."""
+    """The asynchronous face of a wrapper is that of the dataset in it, in `dataset`, which it opens and closes."""
 
     dataset: Any
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the dataset is async."""
+        return is_async(self.dataset)
 
     def _resources(self) -> list[Any]:
         return list(filter(is_resource, members(self.dataset)))
@@ -247,10 +279,23 @@ def accept_iterable(dataset: Any) -> None:
         IterableDataset.register(type(dataset))
 
 
+def has_method(dataset: Any, name: str) -> bool:
+    """Whether the class of the dataset has a coroutine function of this name."""
+    return inspect.iscoroutinefunction(getattr(type(dataset), name, None))
+
+
+def has_async_face(dataset: Any) -> bool:
+    """Whether the samples of the dataset can be awaited beside `__getitem__`, and gain by it."""
+    if not (has_method(dataset, "getitem") or has_method(dataset, "getitems")):
+        return False
+    return bool(probe(dataset, "is_remote", True))
+
+
 def _is_async_itself(dataset: Any) -> bool:
     kind = type(dataset)
     return (
-        _defines(kind, "__aiter__")
+        has_async_face(dataset)
+        or _defines(kind, "__aiter__")
         or inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
         or inspect.iscoroutinefunction(probe(dataset, "__getitems__"))
         or is_resource(dataset)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, sample_rng
-from asyncloader.datasets import ObjectStoreDataset
+from asyncloader.datasets import RemoteDataset, list_urls
 from digits import Sample, training_arguments, write_digits
 from local_bucket import local_bucket
 from train_digits import train_and_report
@@ -90,20 +90,19 @@ def main() -> None:
 
 def run(args: argparse.Namespace, endpoint: str, store: dict[str, Any]) -> None:
     """List the images, compare, train."""
-    url = f"s3://{args.bucket}/"
-    keys = [str(key) for key in ObjectStoreDataset(url, suffix=".png", **store).keys]
-    random.Random(0).shuffle(keys)
-    test_keys, train_keys = keys[: len(keys) // 5], keys[len(keys) // 5 :]
-    print(f"{len(train_keys)} images to train on and {len(test_keys)} to test with, at {endpoint}")
+    urls = list_urls(f"s3://{args.bucket}", ".png", **store)
+    random.Random(0).shuffle(urls)
+    test_urls, train_urls = urls[: len(urls) // 5], urls[len(urls) // 5 :]
+    print(f"{len(train_urls)} images to train on and {len(test_urls)} to test with, at {endpoint}")
 
-    blocking = BlockingImages(endpoint, args.bucket, test_keys)
+    blocking = BlockingImages(endpoint, args.bucket, [url.removeprefix(f"s3://{args.bucket}/") for url in test_urls])
     theirs = images_per_second(torch.utils.data.DataLoader(blocking, batch_size=32, num_workers=args.workers))
-    everything = ObjectStoreDataset(url, keys * 3, decode, **store)
+    everything = RemoteDataset(urls * 3, decode, **store)
     ours = images_per_second(DataLoader(everything, batch_size=32, num_workers=args.workers))
     print(f"torch's DataLoader reads {theirs:.0f} images/s, ours {ours:.0f} ({ours / theirs:.0f} times as many)")
 
-    test_set = ObjectStoreDataset(url, test_keys, decode, **store)
-    train_set = ObjectStoreDataset(url, train_keys, decode_and_shift, **store)
+    test_set = RemoteDataset(test_urls, decode, **store)
+    train_set = RemoteDataset(train_urls, decode_and_shift, **store)
     train_loader = DataLoader(train_set, batch_size=32, shuffle=True, num_workers=args.workers)
     test_loader = DataLoader(test_set, batch_size=128, num_workers=args.workers)
     train_and_report(train_loader, test_loader, args.epochs, args.min_accuracy)

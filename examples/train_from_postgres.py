@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import io
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,36 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, sample_rng
-from asyncloader.datasets import SQLDataset
 from digits import Sample, training_arguments, write_digits
 from local_postgres import local_postgres
 from train_digits import train_and_report
 from train_from_object_store import images_per_second
 
 QUERY = "SELECT id, png, label FROM images WHERE id = ANY($1)"
+
+
+class Rows:
+    """The rows of a table: an async dataset, which opens a pool of connections in each worker."""
+
+    def __init__(self, dsn: str, keys: list[int], make: Callable[[Any], Sample]) -> None:
+        self.dsn, self.keys, self.make = dsn, keys, make
+        self.pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    async def __aenter__(self) -> None:
+        self.pool = await asyncpg.create_pool(self.dsn, min_size=1, max_size=4)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.pool.close()
+        self.pool = None
+
+    async def __getitems__(self, indices: list[int]) -> list[Sample]:
+        """Ask for the rows of a batch in one query. The server returns them in an order of its own."""
+        keys = [self.keys[index] for index in indices]
+        rows = {row["id"]: row for row in await self.pool.fetch(QUERY, keys)}
+        return [self.make(rows[key]) for key in keys]
 
 
 async def fill(dsn: str, files: list[Path]) -> None:
@@ -40,6 +64,15 @@ async def fill(dsn: str, files: list[Path]) -> None:
     try:
         await connection.execute("CREATE TABLE images (id int PRIMARY KEY, png bytea, label int)")
         await connection.copy_records_to_table("images", records=rows)
+    finally:
+        await connection.close()
+
+
+async def all_keys(dsn: str) -> list[int]:
+    """Ask which rows there are."""
+    connection = await asyncpg.connect(dsn)
+    try:
+        return [row["id"] for row in await connection.fetch("SELECT id FROM images ORDER BY id")]
     finally:
         await connection.close()
 
@@ -88,19 +121,19 @@ def main() -> None:
 
 def run(args: argparse.Namespace, dsn: str) -> None:
     """Ask for the keys, compare, train."""
-    keys = list(SQLDataset(dsn, QUERY, "SELECT id FROM images ORDER BY id").keys)
+    keys = asyncio.run(all_keys(dsn))
     random.Random(0).shuffle(keys)
     test_keys, train_keys = keys[: len(keys) // 5], keys[len(keys) // 5 :]
     print(f"{len(train_keys)} images to train on and {len(test_keys)} to test with, at {dsn}")
 
     theirs = images_per_second(torch.utils.data.DataLoader(RowByRow(dsn, keys), 32, num_workers=args.workers))
-    ours = images_per_second(DataLoader(SQLDataset(dsn, QUERY, keys * 5, decode), 32, num_workers=args.workers))
+    ours = images_per_second(DataLoader(Rows(dsn, keys * 5, decode), 32, num_workers=args.workers))
     times = f"{ours / theirs:.1f} times as many"
     print(f"torch's DataLoader reads {theirs:.0f} images/s row by row, ours {ours:.0f} ({times})")
 
-    train_set = SQLDataset(dsn, QUERY, train_keys, decode_and_shift)
+    train_set = Rows(dsn, train_keys, decode_and_shift)
     train_loader = DataLoader(train_set, batch_size=32, shuffle=True, num_workers=args.workers)
-    test_loader = DataLoader(SQLDataset(dsn, QUERY, test_keys, decode), batch_size=128, num_workers=args.workers)
+    test_loader = DataLoader(Rows(dsn, test_keys, decode), batch_size=128, num_workers=args.workers)
     train_and_report(train_loader, test_loader, args.epochs, args.min_accuracy)
 
 

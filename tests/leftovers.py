@@ -5,7 +5,8 @@
     before.more_than_before()            # [] or one line for each thing that is left
 
 What stays by design is told apart by what it is, never by how many there are: multiprocessing's forkserver and
-resource tracker by their pids and descriptors, the arenas of its heap (for `multiprocessing.Value`) by their name. The
+resource tracker by their pids and descriptors, the arenas of its heap (for `multiprocessing.Value`) by their name, the
+threads on which datasets read files by theirs. The
 loader's own portal thread with its loop, and its arena, are brought to life before the first look (see conftest.py), so
 that they belong to what was there before.
 """
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+
+from asyncloader.datasets.blocking import THREAD_NAME
 
 PATIENCE_S = 10.0  # for a busy machine: only what is left in the end costs so much
 COLLECT_AFTER_S = (0.1, 0.5, 1.0, 2.0, 4.0, 7.0, math.inf)  # timers of some seconds hold what is garbage then
@@ -82,7 +85,8 @@ class Holdings:
     def new_threads(self, before: Self) -> list[threading.Thread]:
         """Return the threads that were not there before, and still run."""
         found = [thread() for thread in self.threads - before.threads]
-        return [thread for thread in found if thread is not None and thread.is_alive()]
+        alive = [thread for thread in found if thread is not None and thread.is_alive()]
+        return [thread for thread in alive if not thread.name.startswith(THREAD_NAME)]
 
     def _compare(self, now: Holdings) -> list[str]:
         children = now.children - self.children

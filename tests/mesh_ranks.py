@@ -23,7 +23,6 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Iterable
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from asyncloader import DataLoader, ElasticSampler, sample_rng
-from asyncloader.datasets import TarShards
 from asyncloader.run.data_rank import data_rank
 from asyncloader.samplers import LengthBatchSampler
 from tests import inside
@@ -115,7 +114,6 @@ def main() -> None:
     if not rest:
         pipe: Any = IterableWrapper(range(8)).sharding_filter().map(draw)
         assert data_rank(inside.options(DataLoader(pipe))) == dist.get_rank()
-        assert data_rank(inside.options(DataLoader(TarShards(["a.tar"])))) == dist.get_rank()
     tell(dist.get_rank(), go_on(mesh, int(rest[0]), *rest[1:]) if rest else draw_all(mesh))
     dist.barrier()
     dist.destroy_process_group()

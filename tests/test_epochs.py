@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,6 @@ import torch
 from torch.utils.data import ConcatDataset, DistributedSampler, IterableDataset, Subset, get_worker_info
 
 from asyncloader import ConfigurationError, DataLoader, ElasticSampler
-from asyncloader.datasets import TarShards
 
 pytestmark = pytest.mark.on_threads
 
@@ -226,29 +224,6 @@ def test_samplers_hear_of_it() -> None:
                 loader.set_epoch(epoch)
                 orders.append([int(sample) for batch in loader for sample in batch])
             assert orders[0] == orders[2] != orders[1]
-
-
-def test_shards_in_persistent_workers(tmp_path: Path) -> None:
-    """They shuffle by the epoch that they are told, as in fresh workers."""
-    shards = [tmp_path / f"{number}.tar" for number in range(2)]
-    for number, path in enumerate(shards):
-        with tarfile.open(path, "w") as tar:
-            for sample in range(8 * number, 8 * number + 8):
-                tar.addfile(tarfile.TarInfo(f"{sample}.txt"))
-    orders = []
-    for persistent in (False, True):
-        dataset = TarShards(shards, decode=key, shuffle_shards=True, shuffle_buffer=16, seed=1)
-        loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=persistent)
-        for epoch in (2, 0, 2):
-            loader.set_epoch(epoch)
-            orders.append([int(number) for batch in loader for number in batch])
-    assert orders[:3] == orders[3:]
-    assert orders[0] == orders[2] != orders[1]
-
-
-def key(sample: dict[str, Any]) -> int:
-    """Return the number of a sample."""
-    return int(sample["__key__"])
 
 
 class Refusing(Shown):

@@ -7,11 +7,9 @@ name. An option that nobody has decided on fails the first test.
 from __future__ import annotations
 
 import inspect
-import io
 import itertools
 import json
 import logging
-import tarfile
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,7 +35,6 @@ import asyncloader
 import asyncloader.datasets
 import asyncloader.samplers
 from asyncloader import DataLoader, StateMismatchError, identity
-from asyncloader.datasets import TarShards
 from asyncloader.run.checkpoint import describe
 from asyncloader.samplers import (
     BalancedBatchSampler,
@@ -163,22 +160,6 @@ SAMPLERS: dict[type, tuple[Options, dict[str, Decision]]] = {
         },
     ),
 }
-TAR: dict[str, Decision] = {
-    "shards": Same([0, 1, 2, 3], [3, 2, 1, 0]),
-    "decode": Free(None, None),  # the user's own
-    "shuffle_shards": Same(True, False),
-    "shuffle_buffer": Same(0, 4),
-    "seed": Same(0, 1),
-    "rank": Same(0, 1, base={"world_size": 2}),
-    "world_size": Same(1, 2, base={"rank": 0}),
-    "headers": Free(None, {"X-Some": "header"}),
-    "config": Free(None, {"region": "us-east-1"}),
-    "client_options": Free(None, {"allow_http": True}),
-    "credential_provider": Free(None, None),
-    "retries": Free(None, asyncloader.datasets.Retries(tries=2)),
-    "decode_threads": Free(1, 0),
-    "max_bytes": Free(1 << 20, 1 << 21),
-}
 TORCHS: dict[type, tuple[Options, dict[str, Decision]]] = {
     SequentialSampler: ({"data_source": range(COUNT)}, {"data_source": Same(range(COUNT), range(40), "samples")}),
     RandomSampler: (
@@ -300,19 +281,18 @@ def test_every_option_of_every_class_with_a_state_is_decided() -> None:
     rooms = (asyncloader, asyncloader.samplers, asyncloader.datasets)
     classes = {found for room in rooms for name in room.__all__ if isinstance(found := getattr(room, name), type)}
     stateful = {one for one in classes if hasattr(one, "load_state_dict")}
-    assert stateful == {*SAMPLERS, TarShards, DataLoader}
+    assert stateful == {*SAMPLERS, DataLoader}
     for kind, (_, decisions) in {**SAMPLERS, **TORCHS}.items():
         assert decisions.keys() == parameters(kind), kind
-    assert TAR.keys() == parameters(TarShards)
     assert LOADER.keys() == parameters(DataLoader)
 
 
 def test_every_option_of_the_loader_is_in_the_guide() -> None:
     """Under what a state has to fit, with each class and each option."""
     text = (Path(__file__).parent.parent / "docs/guides/resume.md").read_text(encoding="utf-8")
-    for name in [*LOADER, *TAR, *(option for kind in SAMPLERS for option in parameters(kind))]:
+    for name in [*LOADER, *(option for kind in SAMPLERS for option in parameters(kind))]:
         assert f"`{name}`" in text or f"`{name}=" in text, name
-    for kind in [*SAMPLERS, *TORCHS, TarShards]:
+    for kind in [*SAMPLERS, *TORCHS]:
         assert kind.__name__ in text
 
 
@@ -397,151 +377,6 @@ def test_states_of_loaders(kind: Any, option: str, decision: Decision) -> None:
             if other.in_order:
                 assert begun + rest == whole
         other.close()
-
-
-def shards_in(folder: Path) -> list[str]:
-    """Four shards of five samples."""
-    folder.mkdir(exist_ok=True, parents=True)
-    for number in range(4):
-        with tarfile.open(folder / f"{number}.tar", "w") as shard:
-            for sample in range(number * 5, number * 5 + 5):
-                info = tarfile.TarInfo(f"{sample}.txt")
-                info.size = 1
-                shard.addfile(info, io.BytesIO(b"x"))
-    return [str(folder / f"{number}.tar") for number in range(4)]
-
-
-async def read(dataset: TarShards[Any], count: int | None = None) -> list[str]:
-    found: list[str] = []
-    async with dataset:
-        iterator = aiter(dataset)
-        while len(found) != count and (sample := await anext(iterator, None)) is not None:
-            found.append(sample["__key__"])
-        await iterator.aclose()  # type: ignore[attr-defined]
-    return found
-
-
-@pytest.mark.parametrize("option", TAR)
-async def test_states_of_tar_shards(option: str, tmp_path: Path) -> None:
-    """In the middle of an epoch, by themselves and in a loader; between two epochs ranks may be others."""
-    decision, paths = TAR[option], shards_in(tmp_path)
-    assert not isinstance(decision, Rank)
-
-    def make(value: Any) -> TarShards[Any]:
-        options = {"shuffle_shards": True, **decision.base, option: value}
-        numbers = options.pop("shards", range(4))
-        if option == "world_size" and value == 1:
-            options["rank"] = 0
-        return TarShards([paths[number] for number in numbers], **options)
-
-    whole = await read(make(decision.one))
-    one, other = make(decision.one), make(decision.other)
-    begun = await read(one, 3)
-    state = through_json(one.state_dict())
-    if isinstance(decision, Free):
-        other.load_state_dict(state)
-        assert other.state_dict() == state
-        assert begun + await read(other) == whole
-        return
-    with pytest.raises(StateMismatchError, match=f"fit: {option} was"):
-        other.load_state_dict(state)
-    between = make(decision.one).state_dict()
-    if option in ("rank", "world_size"):
-        other.load_state_dict(between)
-        assert await read(other) == await read(make(decision.other))
-    else:
-        with pytest.raises(StateMismatchError, match=f"fit: {option} was"):
-            other.load_state_dict(between)
-
-
-def in_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_size=3, collate_fn=lambda samples: [one["__key__"] for one in samples], **options)
-
-
-def test_a_loader_refuses_the_state_of_other_shards(tmp_path: Path) -> None:
-    """When it is loaded, not when a worker begins; so does one between two epochs, where ranks may be others."""
-    paths = shards_in(tmp_path)
-    loader = in_loader(TarShards(paths, rank=0, world_size=2))
-    between = through_json(loader.state_dict())
-    next(iter(loader))
-    within = through_json(loader.state_dict())
-    loader.close()
-    for state in (between, within):
-        with pytest.raises(StateMismatchError, match="shards was"):
-            in_loader(TarShards(paths[::-1], rank=0, world_size=2)).load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="rank was 0 when it was taken, and is 1 now"):
-        in_loader(TarShards(paths, rank=1, world_size=2)).load_state_dict(within)
-    in_loader(TarShards(paths, rank=1, world_size=2)).load_state_dict(between)
-
-
-async def test_shards_may_lie_elsewhere(tmp_path: Path) -> None:
-    """In another folder, or with another signature; a query that names the shard counts."""
-    one, other = (TarShards(shards_in(tmp_path / name)) for name in ("a", "b/c"))
-    begun = await read(one, 3)
-    other.load_state_dict(one.state_dict())
-    assert begun + await read(other) == [str(number) for number in range(20)]
-
-    def urls(form: str) -> dict[str, Any]:
-        return identity.of(TarShards([form.format(number) for number in range(4)]))
-
-    assert urls("https://a.org/x/{}.tar?sign=1") == urls("https://b.org/y/{}.tar?sign=2")
-    assert urls("https://a.org/get?shard={}") == urls("https://b.org/get?shard={}")
-    assert urls("https://a.org/get?shard={}") != urls("https://a.org/get?shard=1{}")
-    assert urls("s3://a/{}.tar") != urls("s3://a/{}.tar.gz")
-
-
-async def test_states_of_shards_of_earlier_versions(tmp_path: Path) -> None:
-    """Between two epochs they are taken; in the middle of one they do not say whose share was read."""
-    dataset = TarShards(shards_in(tmp_path))
-    dataset.load_state_dict({"epoch": 3, "samples": 0})
-    assert dataset.state_dict()["epoch"] == 3
-    with pytest.raises(StateMismatchError, match=r"version was None .*'samples': 0} begins the epoch anew"):
-        dataset.load_state_dict({"epoch": 3, "samples": 5})
-    with pytest.raises(StateMismatchError, match="version was 2"):
-        dataset.load_state_dict({**dataset.state_dict(), "version": 2})
-
-
-def test_a_state_of_another_worker_is_refused(tmp_path: Path) -> None:
-    """A user, or another loader, may move a state from worker to worker: the epoch does not begin."""
-    paths = shards_in(tmp_path)
-    loader = in_loader(TarShards(paths), num_workers=2)
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    state = loader.state_dict()
-    loader.close()
-    workers = json.loads(state["workers"])
-    workers[0], workers[1] = workers[1], workers[0]
-    other = in_loader(TarShards(paths), num_workers=2)
-    other.load_state_dict({**state, "workers": json.dumps(workers)})
-    with pytest.raises(StateMismatchError, match="worker was"):
-        list(other)
-    other.close()
-
-
-@pytest.mark.parametrize("backend", ["process", "thread"])
-def test_an_epoch_after_a_state_between_two_is_whole(tmp_path: Path, backend: Any) -> None:
-    """Also with persistent workers, whose copies count epochs by themselves: it was empty."""
-    paths = shards_in(tmp_path)
-
-    def make() -> DataLoader[Any]:
-        dataset = TarShards(paths, shuffle_shards=True)
-        return in_loader(dataset, num_workers=2, persistent_workers=True, worker_backend=backend)
-
-    loader = make()
-    epochs = [[key for batch in loader for key in batch] for _ in range(2)]
-    states = [loader.state_dict()]
-    epochs += [[key for batch in loader for key in batch] for _ in range(3)]
-    loader.close()
-    for _ in (loader := make()):
-        states.append(loader.state_dict())
-    loader.close()
-    for state, begin in ((states[0], 2), (states[-1], 1)):  # and a state in the last body, where workers are at the end
-        resumed = make()
-        resumed.load_state_dict(through_json(state))
-        if begin == 1:
-            assert list(resumed) == []
-        assert [[key for batch in resumed for key in batch] for _ in range(2)] == epochs[begin : begin + 2]
-        resumed.close()
 
 
 class Numbers(IterableDataset[int]):

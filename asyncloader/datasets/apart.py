@@ -1,27 +1,23 @@
-"""Ask servers before there is a loop, and so that this process can still be forked.
+"""Ask servers in a process of their own, so that this one can still be forked afterwards (see :mod:`.source`).
 
-parent:  run_apart(function, urls) ── pickle ──> child: awaits function of each url ── pickle ──> results or error
+parent:  run_apart(function, arguments) ── pickle ──> child: calls it ── pickle ──> result or error
 
-For what a dataset has to know when it is made: how long its files are. Only obstore needs a child, which takes as long
-as importing torch does; where all urls are of other kinds it is a thread. (:mod:`asyncloader.datasets.listing`, for one
-call alone, imports nothing of ours.)
+For what a dataset has to know when it is made, such as how long its files are. It takes as long as `import torch`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import pickle
+import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from asyncloader.datasets.listing import ask_child
-from asyncloader.datasets.retry import FetchError
-from asyncloader.datasets.source import Version, kind_of, path_of
-from asyncloader.datasets.sources import Access, Sources
+import cloudpickle
+
+from asyncloader.datasets.errors import FetchError
 
 T = TypeVar("T")
 
@@ -31,34 +27,18 @@ sys.path[:] = pickle.load(sys.stdin.buffer)
 from asyncloader.datasets.apart import serve
 serve()
 """
-_AT_ONCE = 32
 
 
-def run_apart(
-    function: Callable[..., Coroutine[Any, Any, T]], urls: Sequence[str], access: Access, *more: Sequence[Any]
-) -> list[T]:
-    """Return what a coroutine function returns for each url, run where it does this process no harm.
-
-    The first error ends it all, and is raised.
-
-    Args:
-        function: A function of this package. Its arguments are Sources, a url, and the url's item of each of `more`.
-        urls: The files to ask for.
-        access: How the files are reached.
-        more: Further arguments, a row each with one item for each url; can be pickled.
+def run_apart(function: Callable[..., T], *args: Any) -> T:
+    """Return what a function of this package returns, called in another process. What it raises is raised.
 
     Raises:
-        FetchError: A process ended before it had an answer.
+        FetchError: The process ended before it had an answer.
     """
-    if not urls:
-        return []
-    calls = list(zip(urls, *more, strict=True))
-    if all(kind_of(url) != "store" for url in urls):
-        with ThreadPoolExecutor(1) as thread:  # the calling one may have a loop that runs
-            return thread.submit(lambda: asyncio.run(_for_each(function, access, calls))).result()
-    done = ask_child(_CHILD, (function, access, calls))
+    request = pickle.dumps(sys.path) + cloudpickle.dumps((function, args))
+    done = subprocess.run([sys.executable, "-c", _CHILD], input=request, capture_output=True, check=False)
     if done.returncode:
-        said = done.stderr.decode()[-2000:]
+        said = done.stderr.decode(errors="replace")[-2000:]
         raise FetchError(f"a process that asked the servers ended with code {done.returncode}: {said}")
     result, error = pickle.loads(done.stdout)
     if error is not None:
@@ -71,47 +51,15 @@ def serve() -> None:
 
     An interpreter that ends as ever, while threads of obstore's are at work, is aborted now and then.
     """
-    call = pickle.load(sys.stdin.buffer)
+    function, args = pickle.load(sys.stdin.buffer)
     answer: tuple[Any, BaseException | None]
     try:
-        answer = asyncio.run(_for_each(*call)), None
+        answer = function(*args), None
     except Exception as error:
         answer = None, _bare(error)
-    pickle.dump(answer, sys.stdout.buffer)
+    sys.stdout.buffer.write(cloudpickle.dumps(answer))
     sys.stdout.flush()
     os._exit(0)
-
-
-def versions_of(urls: Sequence[str], access: Access) -> list[Version]:
-    """Return the versions that files have now, wherever they lie.
-
-    Raises:
-        FileNotFoundError: A file is not there.
-        FetchError: A server does not tell the version.
-    """
-    versions = {url: Version.of_file(path_of(url)) for url in urls if kind_of(url) == "file"}
-    away = [url for url in urls if url not in versions]
-    versions.update(zip(away, run_apart(Sources.version, away, access), strict=True))
-    return [versions[url] for url in urls]
-
-
-async def _for_each(
-    function: Callable[..., Coroutine[Any, Any, T]], access: Access, calls: Sequence[tuple[Any, ...]]
-) -> list[T]:
-    """Await a function of each url, a bounded number at once."""
-    turns = asyncio.Semaphore(_AT_ONCE)
-
-    async def one(call: tuple[Any, ...]) -> T:
-        async with turns:
-            return await function(sources, *call)
-
-    async with contextlib.aclosing(Sources(access)) as sources:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(call)) for call in calls]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _bare(error: Exception) -> Exception:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
-import inspect
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
+from asyncloader.async_face import batch_method, resolved, sample_method
 from asyncloader.checks import at_least
+from asyncloader.datasets.blocking import in_thread
 from asyncloader.datasets.draw_watch import DrawWatch
-from asyncloader.datasets.opened import Openable, Threads, decoded
 from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
 from asyncloader.epochs import listeners
 from asyncloader.errors import ConfigurationError
@@ -26,7 +25,6 @@ from asyncloader.machine import available_bytes
 from asyncloader.protocols import (
     OpensDataset,
     has_samples,
-    is_async,
     is_async_iterable,
     is_collated,
     probe,
@@ -41,7 +39,7 @@ _SHARE_OF_MEMORY = 0.5
 _SHARE_OF_DISK = 0.9
 
 
-class CachedDataset(Dataset[T_co]):
+class CachedDataset(OpensDataset, Dataset[T_co]):
     """Keep the samples of a dataset that is slow to read or to decode, as they are first made.
 
     Put what is random after the cache: ``CachedDataset(photos, "ram", transform=augment)`` decodes each photo once, and
@@ -95,12 +93,6 @@ class CachedDataset(Dataset[T_co]):
         ((1,), (1,), 1)
     """
 
-    def __new__(cls, dataset: Any = None, *args: Any, **kwargs: Any) -> Self:
-        """Make one that is async for a dataset that is."""
-        if cls is CachedDataset and dataset is not None and is_async(dataset):
-            return cast(Self, super().__new__(_AsyncCachedDataset))
-        return super().__new__(cls)
-
     def __init__(
         self,
         dataset: Any,
@@ -123,6 +115,8 @@ class CachedDataset(Dataset[T_co]):
             self._store = _on_disk(Path(where), length, max_bytes, repr((fingerprint, length)))
         if not probe(dataset, "__getitems__") or is_collated(dataset):  # a batch is no list of samples
             self.__getitems__ = None  # type: ignore[method-assign, assignment]  # samples are asked for one by one
+        if batch_method(dataset) is None or is_collated(dataset):
+            self.getitems = None  # type: ignore[method-assign, assignment]
 
     @property
     def dataset(self) -> Any:
@@ -138,10 +132,10 @@ class CachedDataset(Dataset[T_co]):
         if sample is MISSING:
             with self._watched():
                 sample = self.dataset[key]
-            if hasattr(type(sample), "__await__"):  # a dataset that turns out to be async
-                return self._awaited(key, sample)  # type: ignore[return-value]
+            if hasattr(type(sample), "__await__"):  # of a dataset that is async alone
+                return self._made_of(key, sample)  # type: ignore[return-value]
             self._keep(key, sample)
-        return self._transformed(sample)
+        return self._transformed(sample)  # type: ignore[no-any-return]
 
     def __getitems__(self, keys: Sequence[Any]) -> list[T_co]:
         """Return the samples of a batch, those that are missing asked for together."""
@@ -154,15 +148,36 @@ class CachedDataset(Dataset[T_co]):
                 samples[at] = sample
         return [self._transformed(sample) for sample in samples]
 
+    async def getitem(self, key: Any) -> T_co:
+        """Return a sample, from the cache or else of the dataset, without blocking the loop."""
+        sample = await self._kept(key)
+        if sample is MISSING:
+            with self._watched():
+                return await self._made_of(key, sample_method(self.dataset)(key))  # type: ignore[no-any-return]
+        return await resolved(self._transformed(sample))  # type: ignore[no-any-return]
+
+    async def getitems(self, keys: Sequence[Any]) -> list[T_co]:
+        """Return the samples of a batch, those that are missing awaited together."""
+        samples = [await self._kept(key) for key in keys]
+        if missing := [at for at, sample in enumerate(samples) if sample is MISSING]:
+            get_samples = batch_method(self.dataset)
+            assert get_samples is not None
+            with self._watched():
+                made = await resolved(get_samples([keys[at] for at in missing]))
+            for at, sample in zip(missing, made, strict=True):
+                await self._keep_async(keys[at], sample)
+                samples[at] = sample
+        return [await resolved(self._transformed(sample)) for sample in samples]
+
     def usage(self) -> StoreUsage:
         """Return how many samples are kept, in how many bytes, and how many it may be."""
         return self._store.usage()
 
-    def _transformed(self, sample: Any) -> T_co:
+    def _transformed(self, sample: Any) -> Any:
         if self.transform is None:
-            return sample  # type: ignore[no-any-return]
+            return sample
         self._watch.muddle()  # it may draw, while other samples are being made
-        return decoded(self.transform, sample)
+        return self.transform(sample)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -190,76 +205,22 @@ class CachedDataset(Dataset[T_co]):
                 error,
             )
 
-    async def _awaited(self, key: Any, sample: Any) -> Any:
-        sample = await sample
-        self._keep(key, sample)
-        return self._transformed(sample)
-
-
-class _AsyncCachedDataset(OpensDataset, CachedDataset[T_co]):
-    """The same for an async dataset. Reads and writes that may have to wait for a disk are done on a thread."""
-
-    def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(dataset, *args, **kwargs)
-        self._threads = _Threads()
-        functions = (self.transform, type(self.transform).__call__)
-        self._awaits_transform = any(map(inspect.iscoroutinefunction, functions))
-
-    def getitem_nowait(self, key: Any) -> tuple[Any] | None:
-        """Return a sample, in a tuple, if nothing is to be awaited for it; None otherwise. A loader asks this first."""
-        if self._awaits_transform:
-            return None
-        try:
-            sample = self._store.get(key, wait=False)
-        except BlockingIOError:
-            return None
-        return None if sample is MISSING else (self._transformed(sample),)
-
-    async def __getitem__(self, key: Any) -> Any:  # type: ignore[override]
-        """Return a sample, from the cache or else of the dataset."""
-        (sample,) = await self._fetched([key], hasattr(type(self.dataset), "__getitem__"))
-        return sample
-
-    async def __getitems__(self, keys: Sequence[Any]) -> list[Any]:  # type: ignore[override]
-        """Return the samples of a batch, those that are missing asked for together."""
-        return await self._fetched(keys, False)
-
-    async def _fetched(self, keys: Sequence[Any], singly: bool) -> list[Any]:
-        samples = [await self._kept(key) for key in keys]
-        if missing := [at for at, sample in enumerate(samples) if sample is MISSING]:
-            with self._watched():
-                if singly:
-                    made = [await _value(self.dataset[keys[at]]) for at in missing]
-                else:
-                    made = await _value(self.dataset.__getitems__([keys[at] for at in missing]))
-            for at, sample in zip(missing, made, strict=True):
-                await self._threads.run(self._keep, keys[at], sample)
-                samples[at] = sample
-        return [await _value(self._transformed(sample)) for sample in samples]
-
-    def _resources(self) -> list[Any]:
-        return [*super()._resources(), *[self._threads] * self._store.is_on_disk]
+    async def _made_of(self, key: Any, sample: Any) -> Any:
+        sample = await resolved(sample)
+        await self._keep_async(key, sample)
+        return await resolved(self._transformed(sample))
 
     async def _kept(self, key: Any) -> Any:
         try:
             return self._store.get(key, wait=False)
         except BlockingIOError:
-            return await self._threads.run(self._store.get, key)
+            return await in_thread(self._store.get, key)
 
-
-class _Threads(Openable[Threads]):
-    """A thread for what may have to wait for a disk, while the dataset is open; otherwise there is nobody who minds."""
-
-    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        is_open = asyncio.get_running_loop() in self._opened
-        return await self._client.run(function, *args) if is_open else function(*args)
-
-    def _connect(self) -> Threads:
-        return Threads(1)
-
-
-async def _value(sample: Any) -> Any:
-    return await sample if isinstance(sample, Coroutine) or hasattr(type(sample), "__await__") else sample
+    async def _keep_async(self, key: Any, sample: Any) -> None:
+        if self._store.is_on_disk:
+            await in_thread(self._keep, key, sample)
+        else:
+            self._keep(key, sample)
 
 
 def _check(dataset: Any, where: Any, transform: Any, max_bytes: Any, fingerprint: Any, epoch_independent: bool) -> None:

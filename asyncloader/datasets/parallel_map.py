@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from torch.utils.data import Sampler
 
 from asyncloader import identity
+from asyncloader.async_face import resolved
 from asyncloader.checks import one_of
 from asyncloader.datasets.stream_keys import (
     Items,
@@ -81,11 +82,6 @@ class ParallelMap(SuppliesKeys[T_co]):
         [[1, 9], [25]]
     """
 
-    def __new__(cls, stream: Any = None, fn: Any = None, **kwargs: Any) -> ParallelMap[Any]:
-        """Make one whose samples are awaited, if the function is a coroutine function. A pickle gives nothing here."""
-        is_awaited = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
-        return super().__new__(_AsyncParallelMap if is_awaited and cls is ParallelMap else cls)
-
     def __init__(
         self,
         stream: Iterable[Any] | AsyncIterable[Any] | Callable[[], Any],
@@ -118,9 +114,24 @@ class ParallelMap(SuppliesKeys[T_co]):
         self._place = (1, 0) if shard is None else place_in_group(num_replicas, rank)
 
     def __getitem__(self, key: StreamItem) -> T_co:
+        if type(key) is not tuple:
+            raise TypeError(
+                f"the keys of a ParallelMap are the items of its stream, and {key!r} is none: give it to "
+                "asyncloader.DataLoader as it is, without a sampler. Subset, random_split, ConcatDataset and torch's "
+                "DataLoader ask for samples by number, in any order, which a stream does not have"
+            )
         if type(value := key[1]) is Raised:
             raise value.error
         return self.fn(value)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether `fn` is a coroutine function, whose samples are awaited."""
+        return any(map(inspect.iscoroutinefunction, (self.fn, getattr(self.fn, "__call__", None))))  # noqa: B004
+
+    async def getitem(self, key: StreamItem) -> T_co:
+        """Return the sample of an item, awaited."""
+        return await resolved(self[key])  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         """Return how many items the stream has, for all ranks.
@@ -153,15 +164,6 @@ class ParallelMap(SuppliesKeys[T_co]):
 
     def _state_identity(self) -> dict[str, Any]:
         return {"shuffle": self.shuffle, "seed": self.seed if self.shuffle else None, "shard": self.shard}
-
-
-class _AsyncParallelMap(ParallelMap[T_co]):
-    """A ParallelMap whose `fn` is a coroutine function."""
-
-    async def __getitem__(self, key: StreamItem) -> Any:  # type: ignore[override]
-        if type(value := key[1]) is Raised:
-            raise value.error
-        return await self.fn(value)  # type: ignore[misc]
 
 
 class StreamSampler(Sampler[StreamItem]):

@@ -5,49 +5,33 @@ numbers ──> row groups ──> read once, a bounded number of bytes of them 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import io
+import operator
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
-from asyncloader.datasets.apart import run_apart, versions_of
-from asyncloader.datasets.block_cache import BlockCache
-from asyncloader.datasets.extras import require
-from asyncloader.datasets.filesystems import open_system, secrets_kept, version_in
-from asyncloader.datasets.limits import open_regular
+from asyncloader.datasets.apart import run_apart
+from asyncloader.datasets.blocking import in_thread
+from asyncloader.datasets.decoding import Decoder
+from asyncloader.datasets.errors import FetchError, require
+from asyncloader.datasets.kept_blocks import KeptBlocks
 from asyncloader.datasets.numbers import counted
-from asyncloader.datasets.opened import BatchDataset, Opened, all_decoded
-from asyncloader.datasets.retry import Retries
-from asyncloader.datasets.source import Version, kind_of, path_of, raise_changed
-from asyncloader.datasets.sources import Access, Sources
+from asyncloader.datasets.source import RangeFile, Source, Version, listed
 from asyncloader.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from obstore.store import ObjectStore
 
 T_co = TypeVar("T_co", covariant=True)
 
-_SERVED = frozenset({"file", "http", "https", "s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss"})
 
-
-class Footer(NamedTuple):
-    """The footer of a file: rows of each row group, columns, and the dtypes of the columns of lists of numbers."""
-
-    rows: list[int]
-    columns: list[str]
-    dtypes: dict[str, np.dtype[Any]]
-
-
-class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
+class ParquetDataset(Dataset[T_co]):
     """Serve the rows of Parquet files.
 
     A row group is what can be read of a file: for one row of it the columns are read of all its rows. A batch reads
@@ -60,79 +44,74 @@ class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
     has one is a Python list, so that its numbers stay exact.
 
     Args:
-        paths: The file or files: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``; others through fsspec).
+        paths: The files: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``), one text or many.
         columns: Which to read, in this order; None reads all, of which all files have the same, in that of the first.
-        decode: Makes a sample of a row. Runs on a thread.
+        decode: Makes a sample of a row, ``decode(row)``, or of it and its number, ``decode(row, number)``.
         cache_bytes: How many bytes of row groups each worker keeps, as they are in memory.
-        threads: Row groups that are read, and batches that are made of them, at once in each worker.
-        storage_options: Settings of the file system, for urls that fsspec opens.
-        headers, config, client_options, credential_provider, retries: As :class:`~asyncloader.datasets.TarShards` takes
-            them, for the other urls.
+        store: A store of obstore's, in which the paths are names of objects.
+        store_options: As for :class:`~asyncloader.datasets.RemoteDataset`.
 
     Attributes:
         block_sizes: How many rows there are in each row group: for a BlockShuffleSampler. An array of int64.
 
     Raises:
         ConfigurationError: The files have no rows, a file is no Parquet file or was truncated, or lacks columns to be
-            read; a url leads through one of fsspec's caches.
+            read.
         FileNotFoundError: A file is not there.
-        ImportError: pyarrow, or the client for a url, is not installed (``asyncloader[parquet]``, ``[http]``,
-            ``[objects]``, ``[fsspec]``).
+        ImportError: pyarrow (``asyncloader[parquet]``), or obstore, which urls need (``asyncloader[remote]``), is not
+            installed.
 
-    A row raises :class:`FetchError` if its file was changed since the dataset was made; through fsspec, as far as its
-    file system tells (by size, tag or time).
+    To make the dataset, the footer of each file is read: those of remote files by a process of its own. A row raises
+    :class:`FetchError`, which names its file and row group, if that cannot be read, or if the file was changed since.
 
     Example:
         ::
 
             rows = ParquetDataset(["part-0.parquet", "part-1.parquet"], columns=["text", "label"])
-            sampler = BlockShuffleSampler(rows.block_sizes, num_workers=4, batch_size=32)
-            loader = DataLoader(rows, batch_size=32, sampler=sampler, num_workers=4)
+            loader = DataLoader(rows, batch_size=32, sampler=BlockShuffleSampler(rows.block_sizes), num_workers=4)
     """
 
     def __init__(
         self,
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         columns: Sequence[str] | None = None,
-        decode: Callable[[dict[str, Any]], T_co] | None = None,
+        decode: Callable[..., T_co] | None = None,
         *,
         cache_bytes: int = 1 << 28,
-        threads: int = 2,
-        storage_options: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
-        config: Mapping[str, Any] | None = None,
-        client_options: Mapping[str, Any] | None = None,
-        credential_provider: Any = None,
-        retries: Retries | None = None,
+        store: ObjectStore | None = None,
+        **store_options: Any,
     ) -> None:
-        super().__init__()
         require("pyarrow.parquet", "parquet", "ParquetDataset")
-        listed = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-        self.paths = [os.fspath(path) for path in listed]
+        at_least("cache_bytes", cache_bytes, least=0)
+        if columns is not None and (isinstance(columns, str) or not columns):
+            raise ConfigurationError(f"columns is a list of names, or None for all columns, but got {columns!r}")
+        self.paths = listed(paths)
         self.columns = None if columns is None else list(columns)
         self.decode = decode
         self.cache_bytes = cache_bytes
-        self.threads = threads
-        self.storage_options = dict(storage_options or {})
-        _check(self)
-        served = [path for path in self.paths if _kind_of(path) != "fsspec"]
-        if len(served) < len(self.paths):
-            require("fsspec", "fsspec", "ParquetDataset")
-        self.access = Access.to(served, "ParquetDataset", retries, headers, config, client_options, credential_provider)
-        self._versions = {path: self._version(path) for path in self.paths if path not in served}
-        self._versions |= zip(served, versions_of(served, self.access), strict=True)
-        footers = self._footers()
-        self._names = self._named_columns(footers)
+        self._decoder = Decoder(decode)
+        self._source = Source(store, store_options)
+        self._source.check(self.paths, "ParquetDataset")
+        self.is_remote = not all(map(self._source.is_local, self.paths))
+        of = self._source, self.paths
+        footers = run_apart(read_footers, *of) if self.is_remote else read_footers(*of)
+        self._names = _named_columns(self.columns, self.paths, footers)
         self._dtypes = {  # lists of numbers come in one dtype, whichever file they are of
             name: np.result_type(*(footer.dtypes[name] for footer in footers if name in footer.dtypes))
             for name in {name for footer in footers for name in footer.dtypes}
         }
+        self._versions = [footer.version for footer in footers]
         sizes = [len(footer.rows) for footer in footers]
         self._files = np.repeat(np.arange(len(sizes)), sizes)  # of each row group
         self._groups = np.concatenate([np.arange(size) for size in sizes])  # its number in that file
         self._firsts = np.cumsum([0, *(rows for footer in footers for rows in footer.rows)])
         if not len(self):
             raise ConfigurationError(f"there is no row in {len(sizes)} files, the first of which is {self.paths[0]}")
+        self._metadata: dict[int, Any] = {}  # of files, parsed
+        self._kept: KeptBlocks[pa.Table] = KeptBlocks(cache_bytes, operator.attrgetter("nbytes"))  # row groups
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_metadata": {}}
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -142,184 +121,92 @@ class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
         """How many rows there are in each row group."""
         return np.diff(self._firsts)
 
-    async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
+    def __getitem__(self, index: int) -> T_co:
+        """Read one row."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read the rows of a batch."""
         numbers = counted(indices, len(self), "row")
-        of_rows = np.searchsorted(self._firsts, numbers, side="right") - 1
-        client = self._client
-        tables = await client.cache.get_all(np.unique(of_rows).tolist(), partial(self._read, client))
-        return await client.threads.run(self._rows, tables, of_rows, numbers - self._firsts[of_rows])
+        rows = self._rows(numbers)
+        return [self._decoder(row, number) for row, number in zip(rows, numbers.tolist(), strict=True)]
 
-    def _rows(self, tables: dict[int, pa.Table], groups: NDArray[Any], places: NDArray[np.int64]) -> list[T_co]:
-        """Take rows out of tables, on a thread."""
-        found: list[Any] = [None] * len(places)
-        for group, table in tables.items():
+    def __iter__(self) -> Iterator[T_co]:
+        return map(self.__getitem__, range(len(self)))
+
+    async def getitems(self, indices: Sequence[int]) -> list[T_co]:
+        """Read the rows of a batch on a thread."""
+        numbers = counted(indices, len(self), "row")
+        rows = await in_thread(self._rows, numbers)
+        return [await self._decoder.call_async(row, number) for row, number in zip(rows, numbers.tolist(), strict=True)]
+
+    def _rows(self, numbers: NDArray[np.int64]) -> list[dict[str, Any]]:
+        found: list[Any] = [None] * len(numbers)
+        groups = np.searchsorted(self._firsts, numbers, side="right") - 1
+        for group in np.unique(groups).tolist():
             mine = np.flatnonzero(groups == group)
-            taken = _columns(table.take(places[mine]))
-            columns = {name: _values(column, self._dtypes.get(name)) for name, column in taken}
+            table = self._table(group).take(numbers[mine] - self._firsts[group])
+            columns = {name: _values(table.column(name), self._dtypes.get(name)) for name in table.column_names}
             for at, values in zip(mine.tolist(), zip(*columns.values(), strict=True), strict=True):
                 found[at] = dict(zip(columns, values, strict=True))
-        return found if self.decode is None else all_decoded(self.decode, found)
+        return found
 
-    async def _read(self, client: Opened[_Ranges], group: int) -> pa.Table:
-        path, number = self.paths[self._files[group]], int(self._groups[group])
-        opens = partial(self._opened_file, path, client.source)
-        table = await client.threads.run(read_group, opens, number, self.columns)
+    def _table(self, group: int) -> pa.Table:
+        """Return a row group: one that is kept, or else read. In any thread."""
+        table = self._kept.get(group)
+        if table is None:
+            table = self._read(group)
+            self._kept.keep(group, table)
+        return table
+
+    def _read(self, group: int) -> pa.Table:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        at, number = int(self._files[group]), int(self._groups[group])
+        path, version = self.paths[at], self._versions[at]
+        try:
+            with RangeFile(self._source, path, version) as file:
+                reader = pq.ParquetFile(file, metadata=self._metadata.get(at), pre_buffer=True)
+                self._metadata[at] = reader.metadata
+                table = reader.read_row_group(number, columns=self.columns, use_threads=False)
+        except (FetchError, FileNotFoundError, PermissionError) as error:
+            error.add_note(f"It is row group {number} of {path}.")
+            raise
+        except (pa.ArrowException, OSError) as error:
+            raise FetchError(f"{path}: row group {number} cannot be read: {error}") from error
         return table.select(self._names)  # in one order, whatever that in the file is
 
-    # --------------------------------------------------------------------------------------------------------- files
 
-    @contextlib.contextmanager
-    def _opened_file(self, path: str, ranges: _Ranges | None) -> Iterator[Any]:
-        """Open a file for pyarrow, on a thread.
+class Footer(NamedTuple):
+    """The footer of a file: rows of each row group, columns, the dtypes of the columns of lists of numbers."""
 
-        Raises:
-            FetchError: The file has changed since the dataset was made. Versions are compared after the file was read,
-                whatever came of that: bytes that were read while a file was replaced may be parts of both.
-        """
-        if ranges is not None and _kind_of(path) == "away":
-            yield _RangeFile(ranges, path, self._versions[path])
-            return
-        try:
-            if _kind_of(path) == "file":
-                with open_regular(path_of(path)) as file:
-                    yield file
-            else:
-                # Each thread has a file system of its own, which an archive's files need as long as they are read.
-                system, place = open_system(path, self.storage_options)
-                with secrets_kept(), system.open(place, "rb") as file:
-                    yield file
-        finally:
-            if self._version(path) != self._versions[path]:
-                raise_changed(path)
-
-    def _version(self, path: str) -> Version:
-        if _kind_of(path) == "file":
-            return Version.of_file(path_of(path))
-        return version_in(*open_system(path, self.storage_options))
-
-    def _footers(self) -> list[Footer]:
-        """Read what all files say of themselves."""
-        away = [path for path in self.paths if _kind_of(path) == "away"]
-        versions = [self._versions[path] for path in away]
-        found = dict(zip(away, run_apart(_read_footer_away, away, self.access, versions), strict=True))
-        return [
-            found[path] if path in found else _read_footer(path, partial(self._opened_file, path, None))
-            for path in self.paths
-        ]
-
-    def _named_columns(self, footers: Sequence[Footer]) -> list[str]:
-        """Return the columns of a row, which all files are to have."""
-        first = footers[0].columns
-        wanted = first if self.columns is None else self.columns
-        for path, footer in zip(self.paths, footers, strict=True):
-            if len(set(footer.columns)) < len(footer.columns):
-                raise ConfigurationError(f"{path}: has several columns of one name: {', '.join(footer.columns)}")
-            if self.columns is None and (more := [name for name in footer.columns if name not in first]):
-                raise ConfigurationError(
-                    f"{path}: has columns that {self.paths[0]} has not: {', '.join(more)}; name those to be read "
-                    "(columns=...)"
-                )
-            there = {*footer.columns, *(name.split(".")[0] for name in footer.columns)}
-            if missing := [name for name in wanted if name.split(".")[0] not in there]:
-                raise ConfigurationError(
-                    f"{path}: has no column {', '.join(missing)}; it has {', '.join(footer.columns)}"
-                )
-        return list(dict.fromkeys(name if name in first else name.split(".")[0] for name in wanted))
-
-    def _connect(self) -> Opened[_Ranges]:
-        cache = BlockCache[Any](self.cache_bytes, lambda table: table.nbytes)
-        return Opened(_Ranges(Sources(self.access)), self.threads, cache)
+    version: Version
+    rows: list[int]
+    columns: list[str]
+    dtypes: dict[str, np.dtype[Any]]
 
 
-class _Ranges:
-    """Gives threads the bytes that are asked for on the loop that makes it, until that closes it.
+def read_footers(source: Source, paths: Sequence[str]) -> list[Footer]:
+    """Return what all files say of themselves.
 
-    No thread waits for an answer that the loop does not give any more: what was asked for before is cancelled, what is
-    asked for afterwards is refused, and the lock leaves nothing in between.
+    Raises:
+        ConfigurationError: A file is no Parquet file, or truncated.
     """
-
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-        self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
-        self._asked: set[Future[bytes]] = set()
-        self._is_closed = False
-
-    def read(self, url: str, start: int, stop: int, version: Version) -> bytes:
-        """Wait for some bytes, on a thread.
-
-        Raises:
-            ValueError: The dataset is closed.
-            CancelledError: The dataset was closed while the bytes were on their way.
-        """
-        with self._lock:
-            if self._is_closed:
-                raise ValueError(f"{url}: the dataset is closed")
-            asked = asyncio.run_coroutine_threadsafe(self._sources.read_range(url, start, stop, version), self._loop)
-            self._asked.add(asked)
-        try:
-            return asked.result()
-        finally:
-            with self._lock:
-                self._asked.discard(asked)
-
-    async def aclose(self) -> None:
-        """Refuse what is asked for from now on, cancel what was, and close the sources."""
-        with self._lock:
-            self._is_closed = True
-            asked = list(self._asked)
-        for one in asked:
-            one.cancel()
-        await self._sources.aclose()
+    return [_read_footer(source, path) for path in paths]
 
 
-class _RangeFile(io.RawIOBase):
-    """A file of which some bytes are asked for at a time, on a thread."""
-
-    def __init__(self, ranges: _Ranges, url: str, version: Version) -> None:
-        super().__init__()
-        self._read_range = partial(ranges.read, url)
-        self._version = version
-        self._at = 0
-
-    def readinto(self, buffer: Any) -> int:
-        """Read the next bytes."""
-        stop = min(self._at + len(buffer), self._version.size)
-        data = self._read_range(self._at, stop, self._version)
-        buffer[: len(data)] = data
-        self._at = stop
-        return len(data)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place."""
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._version.size}[whence]
-        return self._at
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-
-async def _read_footer_away(sources: Sources, path: str, version: Version) -> Footer:
-    file = _RangeFile(_Ranges(sources), path, version)
-    return await asyncio.to_thread(_read_footer, path, lambda: contextlib.nullcontext(file))
-
-
-def _read_footer(path: str, opens: Callable[[], contextlib.AbstractContextManager[Any]]) -> Footer:
+def _read_footer(source: Source, path: str) -> Footer:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    version = source.version(path)
     try:
-        with opens() as file:
+        with RangeFile(source, path, version) as file:
             told = pq.ParquetFile(file)
-            groups = (told.metadata.row_group(at) for at in range(told.metadata.num_row_groups))
             return Footer(
-                [group.num_rows for group in groups],
+                version,
+                [told.metadata.row_group(at).num_rows for at in range(told.metadata.num_row_groups)],
                 list(told.schema_arrow.names),
                 {
                     field.name: np.dtype(field.type.value_type.to_pandas_dtype())
@@ -331,18 +218,20 @@ def _read_footer(path: str, opens: Callable[[], contextlib.AbstractContextManage
         raise ConfigurationError(f"{path}: no Parquet file, or truncated: {error}") from error
 
 
-def read_group(
-    opens: Callable[[], contextlib.AbstractContextManager[Any]], number: int, columns: Sequence[str] | None
-) -> pa.Table:
-    """Read columns of a row group of a file. On a thread of the dataset."""
-    import pyarrow.parquet as pq
-
-    with opens() as file:
-        return pq.ParquetFile(file, pre_buffer=True).read_row_group(number, columns=columns, use_threads=False)
-
-
-def _columns(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
-    return zip(table.column_names, table.columns, strict=True)
+def _named_columns(wanted: Sequence[str] | None, paths: Sequence[str], footers: Sequence[Footer]) -> list[str]:
+    """Return the columns of a row, which all files are to have."""
+    first = footers[0].columns
+    for path, footer in zip(paths, footers, strict=True):
+        if len(set(footer.columns)) < len(footer.columns):
+            raise ConfigurationError(f"{path}: has several columns of one name: {', '.join(footer.columns)}")
+        if wanted is None and (more := [name for name in footer.columns if name not in first]):
+            raise ConfigurationError(
+                f"{path}: has columns that {paths[0]} has not: {', '.join(more)}; name those to be read (columns=...)"
+            )
+        there = {*footer.columns, *(name.split(".")[0] for name in footer.columns)}
+        if missing := [name for name in wanted or first if name.split(".")[0] not in there]:
+            raise ConfigurationError(f"{path}: has no column {', '.join(missing)}; it has {', '.join(footer.columns)}")
+    return list(dict.fromkeys(name if name in first else name.split(".")[0] for name in wanted or first))
 
 
 def _holds_numbers(kind: pa.DataType) -> bool:
@@ -358,27 +247,20 @@ def _values(column: pa.ChunkedArray, dtype: np.dtype[Any] | None) -> list[Any]:
     import pyarrow as pa
 
     if not _holds_numbers(column.type):
-        return cast(list[Any], column.to_pylist())
-    holds_null = pa.types.is_floating(column.type.value_type)  # as NaN; of integers with one pyarrow would make floats
-    return [
-        np.array(row.values.to_numpy(zero_copy_only=False), dtype)
-        if row.is_valid and (holds_null or not row.values.null_count)
-        else row.as_py()
-        for row in column
-    ]
+        return column.to_pylist()  # type: ignore[no-any-return]
+    lists = column.combine_chunks()
+    numbers = lists.flatten()
+    if lists.null_count or (numbers.null_count and not pa.types.is_floating(column.type.value_type)):
+        return [_value(row, dtype) for row in column]
+    flat = numbers.to_numpy(zero_copy_only=False).astype(dtype)
+    ends = np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False))[:-1]
+    return [part.copy() for part in np.split(flat, ends)]
 
 
-def _kind_of(path: str) -> str:
-    """Tell how a file is read: "file" from the disk, "away" by ranges, otherwise by "fsspec"."""
-    if "://" in path and path.partition("://")[0] not in _SERVED:
-        return "fsspec"
-    return "file" if kind_of(path) == "file" else "away"
+def _value(row: Any, dtype: np.dtype[Any] | None) -> Any:
+    import pyarrow as pa
 
-
-def _check(dataset: ParquetDataset[Any]) -> None:
-    if not dataset.paths:
-        raise ConfigurationError("there are no files")
-    if dataset.columns is not None and not dataset.columns:
-        raise ConfigurationError("columns names no column; None reads all of them")
-    for name, least in (("cache_bytes", 0), ("threads", 1)):
-        at_least(name, getattr(dataset, name), least=least)
+    holds_null = pa.types.is_floating(row.type.value_type)  # as NaN; of integers with one pyarrow would make floats
+    if row.is_valid and (holds_null or not row.values.null_count):
+        return np.array(row.values.to_numpy(zero_copy_only=False), dtype)
+    return row.as_py()

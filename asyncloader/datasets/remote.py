@@ -1,94 +1,157 @@
-"""The base of datasets of remote objects: keys, byte ranges, retries, decoding off the loop."""
+"""Objects on servers and in buckets, through obstore."""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+import errno
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
-from asyncloader.datasets.opened import Openable, Opened, decoded
-from asyncloader.datasets.retry import Retries
-from asyncloader.datasets.source import Source
+from asyncloader.datasets.apart import run_apart
+from asyncloader.datasets.decoding import Decoder
+from asyncloader.datasets.errors import MAX_BYTES, FetchError, require
+from asyncloader.datasets.source import Source, failures_told
 from asyncloader.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
 
 T_co = TypeVar("T_co", covariant=True)
 
-
-class ByteRange(NamedTuple):
-    """Part of an object: of a large file that holds many samples, for example.
-
-    Attributes:
-        key: Name of the object, as the dataset takes it: its url or its path.
-        start: First byte, counted from 0.
-        stop: First byte that does not belong to it any more.
-    """
-
-    key: str
-    start: int
-    stop: int
+MOST_URLS = 10_000_000
 
 
-Key: TypeAlias = str | ByteRange
+class RemoteDataset(Dataset[T_co]):
+    """Serve objects that lie elsewhere, or ranges of them: over HTTP, or in S3, Google Cloud Storage, Azure.
 
-
-class RemoteDataset(Openable[Opened[Source]], Dataset[T_co], abc.ABC, Generic[T_co]):
-    """Serves objects by index: fetches with retries, decodes on a thread.
+    The objects are read by `obstore <https://developmentseed.org/obstore>`_, whose words the options are. A
+    :class:`~asyncloader.DataLoader` has ``concurrency`` of them on their way at once in each worker; for everybody else
+    ``dataset[0]`` is a sample like any other.
 
     Args:
-        keys: The objects, or ranges of them, in the order of their indices.
-        decode: Makes a sample of an object's bytes and its key.
-        retries: How transient failures are retried.
-        decode_threads: Threads for ``decode``, in each worker; see :class:`~asyncloader.datasets.opened.Threads`.
-        max_bytes: How large a whole object may be.
-        prefix: The beginning of the urls of all objects.
+        urls: What to serve, in the order of the indices: a url (``http``, ``https``, ``s3``, ``gs``, ``az``,
+            ``abfss``), a path of this machine, or ``(url, start, stop)`` for the bytes from one up to, and not
+            including, another. See :func:`list_urls` for all that a bucket has.
+        decode: Makes a sample of the bytes, ``decode(data)``, or of them and the item of `urls`, ``decode(data, url)``;
+            without it the bytes are the sample. In a worker it runs on the worker's loop, otherwise on a thread.
+        store: A store of obstore's, in which the urls are names of objects. It travels to workers: those that cannot be
+            pickled (a ``MemoryStore``) are for forked workers and none.
+        max_bytes: How large an object may be; a larger one is an error. Ranges are as long as you say.
+        store_options: What else :func:`obstore.store.from_url` takes: ``retry_config``, ``client_options`` (such as
+            ``{"timeout": "2 min", "default_headers": {"authorization": "..."}}``), ``config`` (``region``,
+            ``endpoint``, ``access_key_id``, ``skip_signature``, ...), ``credential_provider``. Settings that are not
+            given come from the environment or the machine's role. By default obstore tries ten times within three
+            minutes.
+
+    Raises:
+        ConfigurationError: There is nothing to serve, a url is of no kind that is known, a range is none.
+        ImportError: obstore is not installed (``asyncloader[remote]``).
+
+    A sample raises FileNotFoundError for what is not there, PermissionError for what may not be read, and
+    :class:`FetchError` for what else does not come.
+
+    To make the dataset asks no server. A process that has read samples (``dataset[0]``, or a loader with
+    ``num_workers=0``) can no longer fork workers that do so: give such loaders
+    ``multiprocessing_context="forkserver"``.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "a.txt").write_text("first")
+        >>> dataset = RemoteDataset([(folder / "a.txt").as_uri()], decode=bytes.decode)
+        >>> dataset[0]
+        'first'
     """
+
+    is_remote = True
 
     def __init__(
         self,
-        keys: Iterable[Key],
-        decode: Callable[[bytes, Any], T_co] | None,
-        retries: Retries | None,
-        decode_threads: int | None,
-        max_bytes: int,
-        prefix: str = "",
+        urls: str | Iterable[str | os.PathLike[str] | tuple[str, int, int]],
+        decode: Callable[..., T_co] | None = None,
+        *,
+        store: ObjectStore | None = None,
+        max_bytes: int = MAX_BYTES,
+        **store_options: Any,
     ) -> None:
-        super().__init__()
         at_least("max_bytes", max_bytes, least=1)
-        self.keys: Sequence[Key] = list(keys)
+        self.urls = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
         self.decode = decode
-        self.retries = retries or Retries()
-        self.decode_threads = decode_threads
         self.max_bytes = max_bytes
-        self._prefix = prefix
+        self._decoder = Decoder(decode)
+        self._source = Source(store, store_options)
+        self._source.check([_place(url)[0] for url in self.urls], type(self).__name__)
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.urls)
 
-    async def __getitem__(self, index: int) -> T_co:  # type: ignore[override]  # Dataset's is not asynchronous
-        """Fetch and decode one object."""
-        opened, key = self._client, self.keys[index]
-        name = key if isinstance(key, str) else f"{key.key}, bytes {key.start} to {key.stop}"
-        data = await self.retries.run(partial(self._fetch, opened.source, key), name)
-        return cast(T_co, data) if self.decode is None else await opened.threads.run(decoded, self.decode, data, key)
+    def __getitem__(self, index: int) -> T_co:
+        """Read one sample."""
+        url = self.urls[operator.index(index)]
+        data = self._source.read(*_place(url), max_bytes=self.max_bytes)
+        return self._decoder(data, url)  # type: ignore[no-any-return]
 
-    async def _fetch(self, source: Source, key: Key) -> bytes:
-        """Make one try."""
-        if isinstance(key, str):
-            return await source.read_whole(self._prefix + key, self.max_bytes)
-        name, start, stop = key
-        if 0 <= start == stop:  # no request can ask for that
-            return b""
-        if not 0 <= start < stop:
-            raise ConfigurationError(f"{key} is no range of bytes")
-        return await source.read(self._prefix + name, start, stop)
+    def __iter__(self) -> Iterator[T_co]:
+        return map(self.__getitem__, range(len(self)))
 
-    @abc.abstractmethod
-    def _source(self) -> Source:
-        """Return where the objects are, for the running loop."""
+    async def getitem(self, index: int) -> T_co:
+        """Read one sample, without blocking the loop."""
+        url = self.urls[operator.index(index)]
+        data = await self._source.read_async(*_place(url), max_bytes=self.max_bytes)
+        return await self._decoder.call_async(data, url)  # type: ignore[no-any-return]
 
-    def _connect(self) -> Opened[Source]:
-        return Opened(self._source(), self.decode_threads if self.decode else 0)
+
+def _place(url: Any) -> tuple[str, int, int | None]:
+    """Return the url of a sample, its first byte, and the one behind the last, or None.
+
+    Raises:
+        ConfigurationError: It is neither a url nor a range.
+    """
+    if isinstance(url, (str, os.PathLike)):
+        return os.fspath(url), 0, None
+    try:
+        where, start, stop = url
+        where, start, stop = os.fspath(where), operator.index(start), operator.index(stop)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"a sample is a url or (url, start, stop), but got {url!r}") from None
+    if not 0 <= start <= stop:
+        raise ConfigurationError(f"{where}: there are no bytes from {start} up to {stop}")
+    return where, start, stop
+
+
+def list_urls(prefix: str, suffix: str | tuple[str, ...] = "", **store_options: Any) -> list[str]:
+    """Return the urls of all objects that begin with a prefix, sorted, for a :class:`RemoteDataset`.
+
+    A process of its own asks the server, which takes a second or two: so this one can still fork workers.
+
+    Args:
+        prefix: A folder of a bucket: ``s3://bucket/train``.
+        suffix: Which to take: those that end so, or in one of several ways.
+        store_options: As for :class:`RemoteDataset`.
+
+    Raises:
+        FileNotFoundError: There is none.
+        FetchError: The listing did not succeed, or there are more than ten million.
+    """
+    require("obstore", "remote", "list_urls")
+    return run_apart(_list, prefix.rstrip("/"), suffix, store_options)
+
+
+def _list(prefix: str, suffix: str | tuple[str, ...], store_options: Mapping[str, Any]) -> list[str]:
+    """List objects, in a process of its own."""
+    import obstore
+    from obstore.store import from_url
+
+    urls: list[str] = []
+    with failures_told(prefix):
+        for chunk in obstore.list(from_url(prefix, **store_options), chunk_size=1000):
+            urls += [f"{prefix}/{entry['path']}" for entry in chunk if entry["path"].endswith(suffix)]
+            if len(urls) > MOST_URLS:
+                raise FetchError(f"{prefix}: more than {MOST_URLS:,} objects: list those that are wanted yourself")
+    if not urls:
+        raise FileNotFoundError(errno.ENOENT, f"no object that ends with {suffix!r} is there", prefix)
+    return sorted(urls)

@@ -1,22 +1,38 @@
-"""A place where files lie: what all places do alike, and how two versions of a file are told apart.
+"""Where files lie: on this machine, or wherever obstore reaches. They are read whole or by ranges, now or awaited.
 
-version(url) ─> Version     stream(url, start, stop, known) ─> chunks as they are stored, with what is known by then
-└─> read(url, start, stop, version), read_whole(url, max_bytes): counted, in one
+    path or url ── local ──────> opened, read, closed again
+                └─ elsewhere ──> a store of obstore's for each server or bucket ──> get, of the version that is known
+
+obstore runs its requests on threads of its own, which do not live on in a forked process: a store that was used before
+the fork waits for ever after it. So constructors ask servers in a process of their own (:mod:`.apart`), and a forked
+worker whose parent did use obstore says so.
 """
 
 from __future__ import annotations
 
-import abc
+import asyncio
+import base64
 import contextlib
 import errno
+import io
 import os
 import stat
-from collections.abc import AsyncGenerator
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
 
-from asyncloader.datasets.limits import decompress, too_large
-from asyncloader.datasets.retry import FetchError, TransientError
+from asyncloader.datasets.blocking import in_thread
+from asyncloader.datasets.errors import FetchError, require, too_large
+from asyncloader.errors import ConfigurationError, as_cause, redacted
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult
+    from obstore.store import ObjectStore
+
+_GAP_BYTES = 1 << 14  # are read for nothing rather than asking once more
+_MOST_BYTES = 1 << 26  # are read in one: what is longer may as well come in parts at once
+
+_used_in: int | None = None  # the process in which obstore has started its threads
 
 
 class Version(NamedTuple):
@@ -30,127 +46,354 @@ class Version(NamedTuple):
     size: int
     tag: str
 
-    @classmethod
-    def of_file(cls, file: int | str) -> Version:
-        """Return that of a local file.
 
-        Raises:
-            OSError: The file is not there, or is no regular file: a pipe, for example, which would be waited for.
-        """
-        status = os.stat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", file)
-        return cls(status.st_size, str(status.st_mtime_ns))
+class Range(NamedTuple):
+    """Some bytes of a file: its path or url, the first byte, the one behind the last, the version that is meant."""
+
+    url: str
+    start: int
+    stop: int
+    version: Version
 
 
-class Known(NamedTuple):
-    """Facts about a file that is being read: its next bytes must be of the same version. None is an unknown fact.
+class Source:
+    """Reads files by their paths and urls. Any thread and any loop may call it; picklable, as far as the store is.
 
-    Attributes:
-        tag: The tag of this version.
-        size: In bytes, as it is stored.
-        is_gzipped: The server says that it is compressed.
+    Args:
+        store: A store of obstore's, in which the urls are names of objects; None finds the store by the url.
+        options: What else :func:`obstore.store.from_url` takes.
     """
 
-    tag: str | None = None
-    size: int | None = None
-    is_gzipped: bool | None = None
+    def __init__(self, store: ObjectStore | None, options: Mapping[str, Any]) -> None:
+        self._store = store
+        self._options = dict(options)
+        self._made: dict[str, ObjectStore] = {}  # by server or bucket
 
-    def confirmed(self, now: Known, url: str) -> Known:
-        """Add what is said now.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": {}}
 
-        Raises:
-            FetchError: The new facts contradict those that are known.
-        """
-        if any(None not in (old, new) and old != new for old, new in zip(self, now, strict=True)):
-            raise FetchError(f"{url}: was changed while it was read")
-        return self._replace(**{name: value for name, value in now._asdict().items() if value is not None})
+    def is_local(self, url: str) -> bool:
+        """Whether a file is read from a path of this machine."""
+        return self._store is None and is_local(url)
 
-
-NOTHING = Known()
-
-
-class Source(abc.ABC):
-    """A place of files. Each method makes one try. Belongs to one loop."""
-
-    @abc.abstractmethod
-    def stream(
-        self, url: str, start: int = 0, stop: int | None = None, known: Known = NOTHING
-    ) -> AsyncGenerator[tuple[bytes, Known], None]:
-        """Yield chunks from one byte up to another, or the end, as they are stored, each with what is known by then.
-
-        The first chunk may be empty: facts are known before the bytes are there.
-        """
-
-    @abc.abstractmethod
-    async def aclose(self) -> None:
-        """Let go of connections and threads."""
-
-    async def version(self, url: str) -> Version:
-        """Return which version of a file is there. A byte is asked for, which shows whether a server gives ranges.
+    def check(self, urls: Sequence[str], user: str) -> None:
+        """See whether files can be reached, without asking for them.
 
         Raises:
-            FetchError: The server does not say how long the file is.
+            ImportError: obstore is needed, and not installed; `user` is the class that needs it.
+            ConfigurationError: There are no files, or a url is of no kind that is known.
         """
-        async with contextlib.aclosing(self.stream(url, 0, 1)) as chunks:
-            _, known = await anext(chunks)
-        if known.size is None:
-            raise FetchError(f"{url}: the server does not say how long it is")
-        return Version(known.size, known.tag or "")
+        if not urls:
+            raise ConfigurationError(f"{user} was given no path and no url")
+        if all(map(self.is_local, urls)):
+            return
+        require("obstore", "remote", user)
+        for scheme in {urlsplit(url).scheme for url in urls if self._store is None and not is_local(url)}:
+            if scheme not in _SCHEMES:
+                raise ConfigurationError(
+                    f"{scheme}:// is no place that {user} knows: these are {', '.join(sorted(_SCHEMES))} and paths. Or "
+                    "give it a store of obstore's (store=...), in which the urls are names of objects"
+                )
 
-    async def read(self, url: str, start: int, stop: int, version: Version | None = None) -> bytes:
-        """Return the bytes from `start` up to, and not including, `stop`, of this version of a file if one is given.
+    # ------------------------------------------------------------------------------------------------------- now
+
+    def version(self, url: str) -> Version:
+        """Return which version of a file is there."""
+        if self.is_local(url):
+            return version_of(path_of(url))
+        import obstore
+
+        with failures_told(url):
+            meta = obstore.head(*self._place(url))
+            return Version(meta["size"], meta["e_tag"] or "")
+
+    def read(self, url: str, start: int = 0, stop: int | None = None, *, max_bytes: int) -> bytes:
+        """Return a file, or the bytes from `start` up to, and not including, `stop`.
 
         Raises:
-            TransientError: Fewer came.
-            FetchError: More came, or they are of another version.
+            FetchError: There are more than `max_bytes`, or they did not come.
         """
-        return (await self._collect(url, start, stop, version, stop - start))[0]
+        if start == stop:
+            return b""
+        if self.is_local(url):
+            return read_local(url, start, stop, max_bytes=max_bytes)
+        import obstore
 
-    async def read_whole(self, url: str, max_bytes: int) -> bytes:
-        """Return all of a file, decompressed if its server has compressed it.
+        with failures_told(url):
+            answer = obstore.get(*self._place(url), options=_options(start, stop))
+            end = _end_of(answer, url, stop, max_bytes)
+            return _whole(bytes(answer.bytes()), url, start, end)
+
+    def read_range(self, url: str, start: int, stop: int, version: Version) -> bytes:
+        """Return some bytes of one version of a file.
 
         Raises:
-            TransientError: The file was cut off.
-            FetchError: The file is damaged, or has more than `max_bytes`. No more is read of it.
+            FetchError: They did not come, or the file is another one now.
         """
-        data, known = await self._collect(url, 0, None, None, max_bytes)
-        return decompress(data, max_bytes, url) if known.is_gzipped else data
+        if start == stop:
+            return b""
+        if self.is_local(url):
+            return read_local(url, start, stop, version)
+        import obstore
 
-    async def _collect(
-        self, url: str, start: int, stop: int | None, version: Version | None, most: int
-    ) -> tuple[bytes, Known]:
-        """Return all that a stream yields. No length that is told is believed: what comes is counted."""
-        parts, came, wanted, known = [], 0, None, NOTHING
-        async with contextlib.aclosing(self.stream(url, start, stop)) as chunks:
-            async for chunk, known in chunks:
-                if version and ((known.tag or "") != version.tag or known.size not in (None, version.size)):
-                    raise_changed(url)
-                came += len(chunk)
-                wanted = known.size if stop is None else most
-                if stop is None and max(came, wanted or 0) > most:
-                    raise too_large(url, most)
-                if wanted is not None and came > wanted:
-                    raise FetchError(f"{url}: more than the {wanted:,} bytes came that were asked for")
-                parts.append(chunk)
-        if wanted is not None and came < wanted:
-            raise TransientError(f"{came} bytes came of the {wanted} that were asked for")
-        return b"".join(parts), known
+        with failures_told(url):
+            answer = obstore.get(*self._place(url), options=_options(start, stop, version))
+            _check_version(answer, url, version)
+            return _whole(bytes(answer.bytes()), url, start, stop)
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
+        """Return the bytes of each range; those of neighbours are parts of one memory."""
+        runs, which = merged(ranges)
+        return _parts(ranges, runs, which, [self.read_range(*run) for run in runs])
+
+    # ------------------------------------------------------------------------------------------------------- awaited
+
+    async def read_async(self, url: str, start: int = 0, stop: int | None = None, *, max_bytes: int) -> bytes:
+        """Return what `read` returns, without blocking the loop."""
+        if start == stop or self.is_local(url):
+            return await in_thread(self.read, url, start, stop, max_bytes=max_bytes)
+        import obstore
+
+        with failures_told(url):
+            answer = await obstore.get_async(*self._place(url), options=_options(start, stop))
+            end = _end_of(answer, url, stop, max_bytes)
+            return _whole(bytes(await answer.bytes_async()), url, start, end)
+
+    async def read_ranges_async(self, ranges: Sequence[Range]) -> list[memoryview]:
+        """Return what `read_ranges` returns, without blocking the loop: all ranges are asked for at once."""
+        runs, which = merged(ranges)
+        return _parts(ranges, runs, which, await asyncio.gather(*(self._read_run(*run) for run in runs)))
+
+    async def _read_run(self, url: str, start: int, stop: int, version: Version) -> bytes:
+        if start == stop or self.is_local(url):
+            return await in_thread(self.read_range, url, start, stop, version)
+        import obstore
+
+        with failures_told(url):
+            answer = await obstore.get_async(*self._place(url), options=_options(start, stop, version))
+            _check_version(answer, url, version)
+            return _whole(bytes(await answer.bytes_async()), url, start, stop)
+
+    # ------------------------------------------------------------------------------------------------------- stores
+
+    def _place(self, url: str) -> tuple[ObjectStore, str]:
+        """Return the store that an object is in, and its name there: the arguments of a call of obstore's."""
+        _note_use()
+        if self._store is not None:
+            return self._store, url
+        parts = urlsplit(url)
+        root = f"{parts.scheme}://{parts.netloc}"
+        if parts.scheme not in _HTTP:  # in the name of an object, ?, # and % mean nothing
+            return self._store_at(root), url[len(root) :].lstrip("/")
+        if parts.query:  # a signature, as a rule, which no name can have: a store of this one url
+            return self._open(url), ""
+        return self._store_at(root), unquote(parts.path.lstrip("/"))
+
+    def _store_at(self, root: str) -> ObjectStore:
+        if root not in self._made:
+            self._made[root] = self._open(root)
+        return self._made[root]
+
+    def _open(self, root: str) -> ObjectStore:
+        from obstore.store import HTTPStore, from_url
+
+        parts = urlsplit(root)
+        if parts.scheme not in _HTTP:
+            return from_url(root, **self._options)
+        client = {"allow_http": True, **(self._options.get("client_options") or {})}
+        if parts.username is not None:  # which obstore would leave out
+            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            header = {"authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
+            client["default_headers"] = {**header, **client.get("default_headers", {})}
+            root = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        return HTTPStore.from_url(root, **{**self._options, "client_options": client})
 
 
-def kind_of(url: str) -> str:
-    """Tell where a url or path leads: "file", "http" or "store"."""
-    scheme = urlsplit(url).scheme if "://" in url else "file"
-    return scheme if scheme == "file" else "http" if scheme in ("http", "https") else "store"
+class RangeFile(io.RawIOBase):
+    """A file of which some bytes are asked for at a time, of the version that was there when the dataset was made."""
+
+    def __init__(self, source: Source, url: str, version: Version) -> None:
+        super().__init__()
+        self._source = source
+        self._url = url
+        self._version = version
+        self._at = 0
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes."""
+        stop = max(self._at, min(self._at + len(buffer), self._version.size))
+        data = self._source.read_range(self._url, self._at, stop, self._version)
+        buffer[: len(data)] = data
+        self._at = stop
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._version.size}[whence]
+        return self._at
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+
+_HTTP = frozenset({"http", "https"})
+_SCHEMES = _HTTP | {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss"}
+
+
+def listed(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Return paths as texts: one text or path is a list of one."""
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+
+
+def is_local(url: str) -> bool:
+    """Whether a path or url is that of a file of this machine."""
+    return "://" not in url or url.startswith("file://")
 
 
 def path_of(url: str) -> str:
-    """Return the path that a url leads to. In a path of a file, and in an object's name, # and ? mean nothing."""
-    if "://" not in url or kind_of(url) == "store":
-        return url
-    return unquote(urlsplit(url).path)
+    """Return the path that a local url leads to. In a path, #, ? and % mean nothing."""
+    return unquote(urlsplit(url).path) if "://" in url else url
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
+    """Open a file to read it, without a buffer, and without waiting for a pipe that somebody has put there.
+
+    Raises:
+        OSError: The file is not there, or is no regular file: a device, for example, that has no end.
+    """
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+    return file
+
+
+def version_of(file: int | str) -> Version:
+    """Return which version of a local file is there.
+
+    Raises:
+        OSError: The file is not there, or is no regular file: a pipe, for example, which would be waited for.
+    """
+    status = os.stat(file)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", file)
+    return Version(status.st_size, str(status.st_mtime_ns))
+
+
+def read_local(
+    url: str, start: int, stop: int | None, version: Version | None = None, *, max_bytes: int | None = None
+) -> bytes:
+    """Read some bytes of a local file, or all of it.
+
+    Files are read and not mapped: a mapped file that somebody shortens kills the process that touches it (SIGBUS).
+    """
+    path, parts = path_of(url), []
+    with open_regular(path) as file:
+        if version is not None and version_of(file.fileno()) != version:
+            raise_changed(path)
+        end = os.fstat(file.fileno()).st_size if stop is None else stop
+        if max_bytes is not None and stop is None and end - start > max_bytes:
+            raise too_large(path, max_bytes)
+        at = start
+        while at < end and (part := os.pread(file.fileno(), end - at, at)):  # Linux gives no more than 2 GiB at once
+            parts.append(part)
+            at += len(part)
+    return _whole(b"".join(parts), path, start, end)
 
 
 def raise_changed(url: str) -> NoReturn:
     """Say that a file is another one now."""
     raise FetchError(f"{url}: was changed since this dataset was made (its size or time is another one); make it anew")
+
+
+def merged(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
+    """Return the ranges that are worth a read of their own, and for each range of a batch the read that has it."""
+    runs: list[Range] = []
+    which = [0] * len(ranges)
+    for at in sorted(range(len(ranges)), key=lambda at: ranges[at][:2]):
+        one = ranges[at]
+        last = runs[-1] if runs else None
+        if last and last.url == one.url and one.start <= last.stop + _GAP_BYTES and one.stop - last.start < _MOST_BYTES:
+            runs[-1] = last._replace(stop=max(last.stop, one.stop))
+        else:
+            runs.append(one)
+        which[at] = len(runs) - 1
+    return runs, which
+
+
+def _parts(
+    ranges: Sequence[Range], runs: Sequence[Range], which: Sequence[int], contents: Sequence[bytes]
+) -> list[memoryview]:
+    return [
+        memoryview(contents[run])[one.start - runs[run].start : one.stop - runs[run].start]
+        for run, one in zip(which, ranges, strict=True)
+    ]
+
+
+def _options(start: int, stop: int | None, version: Version | None = None) -> GetOptions:
+    options: GetOptions = {}
+    if start or stop is not None:
+        options["range"] = {"offset": start} if stop is None else (start, stop)
+    if version is not None and version.tag:
+        options["if_match"] = version.tag
+    return options
+
+
+def _end_of(answer: GetResult, url: str, stop: int | None, max_bytes: int) -> int:
+    if stop is not None:
+        return stop
+    if (size := answer.meta["size"]) > max_bytes:
+        raise too_large(url, max_bytes)
+    return size
+
+
+def _check_version(answer: GetResult, url: str, version: Version) -> None:
+    if (answer.meta["size"], answer.meta["e_tag"] or "") != version:
+        raise_changed(url)
+
+
+def _whole(data: bytes, url: str, start: int, stop: int) -> bytes:
+    if len(data) != stop - start:
+        raise FetchError(f"{url}: has {len(data):,} bytes from byte {start:,} on, where {stop - start:,} were wanted")
+    return data
+
+
+def _note_use() -> None:
+    """Note that obstore starts threads in this process.
+
+    Raises:
+        RuntimeError: This process was forked from one that had used obstore.
+    """
+    global _used_in
+    if _used_in not in (None, os.getpid()):
+        raise RuntimeError(
+            f"obstore was used in process {_used_in} before that forked this one, and would wait for ever here. Start "
+            'the workers with multiprocessing_context="forkserver" or "spawn"; or do not read samples of the dataset '
+            "in the trainer's process before the loader has forked its workers."
+        )
+    _used_in = os.getpid()
+
+
+@contextlib.contextmanager
+def failures_told(url: str) -> Iterator[None]:
+    """Raise what an error of obstore means: not there, not allowed, changed, or did not come."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except (FetchError, RuntimeError):  # the latter of `_note_use`
+        raise
+    except Exception as error:
+        said = redacted(str(error).partition("\n")[0])  # what follows is a dump of Rust structures
+        if isinstance(error, (FileNotFoundError, exceptions.NotFoundError)):
+            raise FileNotFoundError(errno.ENOENT, said, redacted(url)) from as_cause(error)
+        if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+            raise PermissionError(errno.EACCES, said, redacted(url)) from as_cause(error)
+        if isinstance(error, exceptions.PreconditionError):
+            raise_changed(url)
+        raise FetchError(f"{url}: {type(error).__name__}: {said}") from as_cause(error)

@@ -36,6 +36,8 @@ log = logging.getLogger("asyncloader")
 
 _FLAT = frozenset((bytes, str, int, float, bool, bytearray, type(None)))
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+_MOST_FAILURES = 100
+"""A stream that raises so often in a row, and gives nothing in between, is not asked again."""
 _STATE_SHARE = 50
 """States of a stream are taken for a fiftieth of the time at most."""
 
@@ -157,6 +159,7 @@ class Items:
         room: Tells the thread that there may be room again; anything but True, that it is to end.
         told: States of the stream, the oldest that may be needed first.
         is_over: Whether these are the last.
+        failure: What is raised behind the last of them, in place of the end.
         takers: Weak references to whoever takes, and for whom: the end of each goes into `room`.
         is_read: A thread reads the stream.
         reader: Held by the thread that does: the start of another one may have been interrupted.
@@ -175,6 +178,7 @@ class Items:
         self.reader = threading.Lock()
         self.told: deque[Told] = deque([reading.place.told] if reading.place.told is not None else [])
         self.is_over = reading.place.is_over
+        self.failure: Raised | None = None
         self._items: deque[StreamItem] = deque()
         self._next = reading.first  # the number of the item that is given next
         # The items that the thread takes for waiting: bytes of each, bytes in all, and the number of the first.
@@ -211,6 +215,7 @@ class Items:
 
         Raises:
             StopIteration: at the end.
+            Exception: The stream cannot be read to its end.
         """
         self._let_go()
         if not self._items:
@@ -227,7 +232,7 @@ class Items:
         try:
             while not self._items:
                 if self.is_over:
-                    raise StopIteration
+                    raise StopIteration if self.failure is None else self.failure.error
                 self.room.put(True)
                 waiter.acquire()  # until the thread releases it
         finally:
@@ -331,6 +336,12 @@ class Items:
         while len(self.told) > 1 and self.told[1].given <= first:
             self.told.popleft()
 
+    def give_up(self, error: Exception) -> None:
+        """Have this be raised behind what was read: the epoch would be short otherwise, in silence under "skip"."""
+        error.add_note(f"The stream has raised {_MOST_FAILURES} errors in a row, and is not read on.")
+        self.failure = Raised(error, self._items[-1][0] + self.reading.num_replicas if self._items else self._next)
+        self.put([], is_over=True)
+
     def fail(self, error: BaseException) -> None:
         """Nothing more can be read, because of this, which the next item raises."""
         number = self._items[-1][0] + self.reading.num_replicas if self._items else self._next
@@ -410,11 +421,19 @@ class _Dealer:
         self._first, self._ranks = reading.first, reading.num_replicas
         self._begin = reading.window(reading.place.number)
         self._window: list[Any] = []
+        self._failures = 0  # since the last item
+
+    def may_go_on(self) -> bool:
+        """Count an error of the stream; return whether the stream may be asked again."""
+        self._failures += 1
+        return self._failures < _MOST_FAILURES
 
     def add(self, value: Any) -> list[StreamItem]:
         """Return what there is to give out after another item."""
         number = self.count
         self.count = number + 1
+        if type(value) is not Raised:
+            self._failures = 0
         if number < self._begin:
             return []
         if not (shuffle := self._reading.shuffle):
@@ -515,6 +534,9 @@ def _read_plain(items: Items, stream: Any, states: dict[str, Any]) -> None:
             _end(items, dealer)
             return
         except Exception as error:
+            if not dealer.may_go_on():
+                items.give_up(error)
+                return
             value = Raised(error, dealer.count)
         _hand_over(items, value, dealer, keeper)
 
@@ -544,6 +566,9 @@ async def _read_opened(items: Items, stream: Any, states: dict[str, Any]) -> Non
                 _end(items, dealer)
                 return
             except Exception as error:
+                if not dealer.may_go_on():
+                    items.give_up(error)
+                    return
                 value = Raised(error, dealer.count)
             _hand_over(items, value, dealer, keeper)
     except asyncio.CancelledError:

@@ -1,7 +1,6 @@
 """Blocks of tokens out of flat files: nanoGPT's .bin, Megatron's .bin with .idx.
 
 numbers of blocks ──> Layout: which file, from which token to which ──> read into one memory ──> stacked into a batch
-                                                                   └──> range reads, neighbours in one
 
 Files are read and not mapped: a mapped file that somebody shortens kills the process that touches it (SIGBUS), which no
 check beforehand prevents.
@@ -11,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +19,9 @@ from numpy.typing import DTypeLike, NDArray
 from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
-from asyncloader.datasets.apart import run_apart, versions_of
-from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.megatron import read_index
 from asyncloader.datasets.numbers import counted
-from asyncloader.datasets.opened import Openable
-from asyncloader.datasets.retry import Retries
-from asyncloader.datasets.source import Version, kind_of, path_of, raise_changed
-from asyncloader.datasets.sources import Access, Place, Sources
+from asyncloader.datasets.source import Version, is_local, listed, open_regular, raise_changed, read_local, version_of
 from asyncloader.errors import ConfigurationError
 
 _SCANNED = 1 << 22
@@ -39,15 +33,14 @@ class TokenBlocks(Dataset[torch.Tensor]):
     """Serve blocks of tokens out of files that hold nothing but tokens.
 
     nanoGPT's ``.bin`` files are given with their ``dtype``; Megatron's are a ``.bin`` and an ``.idx``, which knows the
-    dtype and where documents begin. Local files are read, out of the page cache that all workers share. With paths on
-    HTTP or in an object store the dataset is async, and the blocks of a batch are read by ranges, neighbours together.
+    dtype and where documents begin. The files are local, and read out of the page cache that all workers share.
 
     A sample is a tensor of ``block_size`` tokens in the dtype of the file: a batch of uint16 takes a quarter of the
     memory, and of the time to the GPU, that int64 would. Convert it there (``batch.long()``), or have it converted with
     ``as_dtype``. For inputs and targets of length T take ``block_size=T + 1, stride=T``.
 
     Args:
-        paths: The ``.bin`` file or files: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``).
+        paths: The ``.bin`` file or files, one path or many.
         block_size: Tokens in a block.
         dtype: The type of tokens in flat files, such as ``"uint16"``, little-endian; None reads the ``.idx`` beside
             each ``.bin``.
@@ -56,15 +49,13 @@ class TokenBlocks(Dataset[torch.Tensor]):
         by_document: Cut each document into blocks by itself; the last one of a document may be shorter. Otherwise
             blocks run across documents, and what is left of a file behind its last whole block is left out.
         end_of_text: With `by_document`, the token that ends each document of flat files: 50256 in nanoGPT's of GPT-2.
-            The token belongs to the document that it ends. The files, which have to be local, are looked through for it
-            when the dataset is made, at the speed of the disk.
+            The token belongs to the document that it ends. The files are looked through for it when the dataset is
+            made, at the speed of the disk.
         pad: The token with which short blocks are filled up; None leaves them short, for a sampler or ``collate_fn``
             that packs them (``lengths`` says how long they are).
         header_bytes: At the beginning of each flat file, to be passed over (1,024 in llm.c's).
         as_dtype: The type that samples are converted to, such as ``torch.int64``; None leaves them as they are. A
             sample with a token that does not fit is a ValueError.
-        headers, config, client_options, credential_provider, retries: As :class:`~asyncloader.datasets.TarShards` takes
-            them.
 
     Attributes:
         dtype: The numpy type of tokens in the files.
@@ -75,7 +66,6 @@ class TokenBlocks(Dataset[torch.Tensor]):
         ConfigurationError: No file was given, or the files have no block; a file is truncated, or is not the one that
             its ``.idx`` tells of; dtypes differ; an argument is of no use.
         FileNotFoundError: A file is not there.
-        ImportError: The client for a url is not installed (``asyncloader[http]``, ``asyncloader[objects]``).
 
     A sample raises :class:`FetchError` if its file was changed since the dataset was made; local files are looked at
     once for each batch.
@@ -88,12 +78,6 @@ class TokenBlocks(Dataset[torch.Tensor]):
         >>> [block.tolist() for block in map(dataset.__getitem__, range(len(dataset)))]
         [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
     """
-
-    def __new__(cls, paths: Any = (), *args: Any, **kwargs: Any) -> Self:
-        """Make one that is async for files that are not local."""
-        if cls is TokenBlocks and any(kind_of(path) != "file" for path in _listed(paths)):
-            return cast(Self, super().__new__(_RemoteTokenBlocks))
-        return super().__new__(cls)
 
     seeds_samples = True
 
@@ -109,13 +93,8 @@ class TokenBlocks(Dataset[torch.Tensor]):
         pad: int | None = None,
         header_bytes: int = 0,
         as_dtype: torch.dtype | None = None,
-        headers: Mapping[str, str] | None = None,
-        config: Mapping[str, Any] | None = None,
-        client_options: Mapping[str, Any] | None = None,
-        credential_provider: Any = None,
-        retries: Retries | None = None,
     ) -> None:
-        self.paths = _listed(paths)
+        self.paths = listed(paths)
         self.block_size = block_size
         self.stride = block_size if stride is None else stride
         self.by_document = by_document
@@ -124,10 +103,7 @@ class TokenBlocks(Dataset[torch.Tensor]):
         self.header_bytes = header_bytes
         self.as_dtype = as_dtype
         _check(self, dtype)
-        self.access = Access.to(
-            self.paths, "TokenBlocks", retries, headers, config, client_options, credential_provider
-        )
-        self._versions = versions_of(self.paths, self.access)
+        self._versions = list(map(version_of, self.paths))
         if dtype is None:
             self.dtype, starts = self._from_indices()
         else:
@@ -155,31 +131,28 @@ class TokenBlocks(Dataset[torch.Tensor]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Return the blocks of a batch."""
-        places, blocks, parts = self._planned(indices)
-        of_files: dict[int, list[tuple[int, memoryview]]] = {}
-        for (file, start, _), part in zip(places, parts, strict=True):
-            of_files.setdefault(file, []).append((start, part))
-        for file, wanted in of_files.items():
-            _read_parts(path_of(self.paths[file]), self._versions[file], wanted)
-        return self._finished(blocks)
-
-    def _planned(self, indices: Sequence[int]) -> tuple[list[Place], list[torch.Tensor], list[memoryview]]:
-        """Return for each block its place, the block, and the same memory as the bytes that are to be read into it.
+        """Return the blocks of a batch.
 
         Raises:
             IndexError: No block has this number.
             TypeError: A number is not whole.
         """
         files, begins, ends = self._layout.find(counted(indices, len(self), "block"))
-        size, header = self.dtype.itemsize, self.header_bytes
-        places = zip(files.tolist(), (header + begins * size).tolist(), (header + ends * size).tolist(), strict=True)
-        lengths = (ends - begins).tolist()
-        data = np.empty(sum(lengths), self.dtype)
+        lengths, size = (ends - begins).tolist(), self.dtype.itemsize
+        offsets = (self.header_bytes + begins * size).tolist()
+        data = np.empty(sum(lengths), self.dtype)  # of all blocks: each is read to its place
         bounds = itertools.accumulate((length * size for length in lengths), initial=0)
         bytes_of = data.view(np.uint8).data
         parts = [bytes_of[begin:end] for begin, end in itertools.pairwise(bounds)]
-        return list(places), list(torch.split(torch.from_numpy(data), lengths)), parts
+        of_files: dict[int, list[tuple[int, memoryview]]] = {}
+        for file, offset, part in zip(files.tolist(), offsets, parts, strict=True):
+            of_files.setdefault(file, []).append((offset, part))
+        for file, wanted in of_files.items():
+            _read_parts(self.paths[file], self._versions[file], wanted)
+        return self._finished(list(torch.split(torch.from_numpy(data), lengths)))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(self.__getitem__, range(len(self)))
 
     def _finished(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
         if (pad := self.pad) is not None:
@@ -228,42 +201,14 @@ class TokenBlocks(Dataset[torch.Tensor]):
     def _from_indices(self) -> tuple[np.dtype[Any], list[NDArray[np.int64]]]:
         """Return the dtype that all indices name, and for each file where its documents begin."""
         names = [os.path.splitext(path)[0] + ".idx" for path in self.paths]
-        contents = _contents(names, self.access)
         found = [
-            read_index(data, name, version.size)
-            for data, name, version in zip(contents, names, self._versions, strict=True)
+            read_index(_contents(name), name, version.size) for name, version in zip(names, self._versions, strict=True)
         ]
         dtypes = {dtype: name for (dtype, _), name in zip(found, names, strict=True)}
         if len(dtypes) > 1:
             told = ", ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
             raise ConfigurationError(f"the tokens of one dataset are of one dtype, but got {told}")
         return found[0][0], [starts for _, starts in found]
-
-
-class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
-    """The same of files that are not local, or not all."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        Openable.__init__(self)
-        TokenBlocks.__init__(self, *args, **kwargs)
-
-    async def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
-        """Return a block."""
-        (block,) = await self.__getitems__([index])
-        return block
-
-    async def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the blocks of a batch; neighbours are read in one."""
-        places, blocks, parts = self._planned(indices)
-        for part, data in zip(parts, await self._client.read_places(self.paths, self._versions, places), strict=True):
-            part[:] = data
-        return self._finished(blocks)
-
-    def _connect(self) -> Sources:
-        return Sources(self.access)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return Openable.__getstate__(self)
 
 
 class Layout(NamedTuple):
@@ -328,33 +273,24 @@ def _read_parts(path: str, version: Version, wanted: Sequence[tuple[int, memoryv
                 if not (count := os.preadv(file.fileno(), [part], offset)):
                     raise_changed(path)
                 part, offset = part[count:], offset + count
-        if Version.of_file(file.fileno()) != version:
+        if version_of(file.fileno()) != version:
             raise_changed(path)
 
 
-def _listed(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
-    return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
-
-
-def _contents(names: Sequence[str], access: Access) -> list[bytes]:
+def _contents(name: str) -> bytes:
     try:
-        return run_apart(_read_whole, names, access)
+        if (size := version_of(name).size) > _MOST_INDEX_BYTES:
+            raise ConfigurationError(f"{name}: {size:,} bytes are more than an index may have ({_MOST_INDEX_BYTES:,})")
+        return read_local(name, 0, None)
     except FileNotFoundError as error:
-        raise ConfigurationError(f"{error.filename}: is not there; for flat files, without it, say dtype") from error
-
-
-async def _read_whole(sources: Sources, name: str) -> bytes:
-    version = await sources.version(name)
-    if version.size > _MOST_INDEX_BYTES:
-        raise ConfigurationError(
-            f"{name}: {version.size:,} bytes are more than an index may have ({_MOST_INDEX_BYTES:,})"
-        )
-    return await sources.read_range(name, 0, version.size, version)
+        raise ConfigurationError(f"{name}: is not there; for flat files, without it, say dtype") from error
 
 
 def _check(dataset: TokenBlocks, dtype: DTypeLike | None) -> None:
     if not dataset.paths:
         raise ConfigurationError("there are no files")
+    if away := [path for path in dataset.paths if not is_local(path)]:
+        raise ConfigurationError(f"{away[0]}: TokenBlocks reads local files: copy the tokens to a disk first")
     for name, least in (("block_size", 1), ("stride", 1), ("header_bytes", 0)):
         at_least(name, getattr(dataset, name), least=least)
     if dtype is None:
@@ -393,10 +329,6 @@ def _check_end_of_text(dataset: TokenBlocks, dtype: np.dtype[Any]) -> None:
         raise ConfigurationError("end_of_text says where documents end, which only by_document=True asks for")
     if isinstance(mark, bool) or not isinstance(mark, int) or not bounds.min <= mark <= bounds.max:
         raise ConfigurationError(f"end_of_text={mark!r} is no {dtype}")
-    if remote := [path for path in dataset.paths if kind_of(path) != "file"]:
-        raise ConfigurationError(
-            f"end_of_text has the files looked through, which have to be local for that, and {remote[0]} is not"
-        )
 
 
 def _check_pad(dataset: TokenBlocks) -> None:

@@ -35,7 +35,7 @@ class BlockShuffleSampler(ElasticSampler):
     """Shuffle blocks of samples, and the samples within a window of some blocks; go on anywhere, as ElasticSampler.
 
     For datasets that read samples together, and would read everything for each batch of a random order: row groups of
-    a :class:`~asyncloader.datasets.ParquetDataset`, stretches of :class:`~asyncloader.datasets.IndexedTarShards`. They
+    a :class:`~asyncloader.datasets.ParquetDataset`, stretches of :class:`~asyncloader.datasets.TarShards`. They
     say how large their blocks are (``dataset.block_sizes``), and keep as many as ``cache_bytes`` allow: that should be
     what a window takes, and one block more.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader.protocols import OpensDataset, is_async, probe
+from asyncloader.async_face import batch_method, resolved, sample_method
+from asyncloader.protocols import OpensDataset, probe
 
 
 class Piece(NamedTuple):
@@ -40,7 +41,7 @@ _NO_INDEX = (
 )
 
 
-class Pieces(Dataset[Any]):
+class Pieces(OpensDataset, Dataset[Any]):
     """A dataset that can be asked for a :class:`Piece` of a sample too: that sample is read, and cut.
 
     Samples are rows of tokens (tensors, arrays, lists), or dictionaries with such a row under "input_ids", whose other
@@ -52,16 +53,12 @@ class Pieces(Dataset[Any]):
         dataset: A map-style dataset, plain or async.
     """
 
-    def __new__(cls, dataset: Any = None) -> Self:
-        """Make one that is async for a dataset that is."""
-        if cls is Pieces and dataset is not None and is_async(dataset):
-            return cast(Self, super().__new__(_AsyncPieces))
-        return super().__new__(cls)
-
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         if callable(probe(dataset, "__getitems__")):  # torch looks for it in the dataset
             self.__getitems__ = self._fetch
+        if batch_method(dataset) is None:
+            self.getitems = None  # type: ignore[method-assign, assignment]  # samples are awaited one by one
 
     def __getattr__(self, name: str) -> Any:
         """Return what the dataset has: `set_epoch`, a state."""
@@ -78,13 +75,15 @@ class Pieces(Dataset[Any]):
     def _fetch(self, keys: list[Any]) -> Any:
         return list(map(cut, self.dataset.__getitems__([*map(_index, keys)]), keys))
 
+    async def getitem(self, key: Any) -> Any:
+        """Return a piece, without blocking the loop."""
+        return cut(await resolved(sample_method(self.dataset)(_index(key))), key)
 
-class _AsyncPieces(OpensDataset, Pieces):
-    async def __getitem__(self, key: Any) -> Any:
-        return cut(await self.dataset[_index(key)], key)
-
-    async def _fetch(self, keys: list[Any]) -> Any:
-        return list(map(cut, await self.dataset.__getitems__([*map(_index, keys)]), keys))
+    async def getitems(self, keys: list[Any]) -> Any:
+        """Return the pieces of a batch, without blocking the loop."""
+        get_samples = batch_method(self.dataset)
+        assert get_samples is not None
+        return list(map(cut, await resolved(get_samples([*map(_index, keys)])), keys))
 
 
 def cut(sample: Any, key: Any) -> Any:

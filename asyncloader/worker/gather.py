@@ -3,7 +3,7 @@
 A dataset with ``collated = True`` says that its ``__getitems__`` returns a batch. In data that are in memory the rows
 of a batch are found all at once:
 
-    TensorDataset, ArrayDataset                  its rows
+    TensorDataset                                its rows
     Subset (random_split) of one of these        the rows that its indices name
     ConcatDataset of some                        those of each, and how they lie in the batch
     StackDataset of all these                    those of each, in a tuple or a dict
@@ -16,7 +16,6 @@ skipped, as it would have been.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -106,12 +105,7 @@ def _kind(dataset: Any) -> Any:
     for kind, methods in _METHODS.items():
         if isinstance(dataset, kind):
             return kind if _has_methods(dataset, *methods) else None
-    # Looked for where it is if anybody has one: who has none, as most spawned workers, need not import it.
-    arrays = sys.modules.get("asyncloader.datasets.arrays")
-    if arrays is None or not isinstance(dataset, arrays.ArrayDataset):
-        return None
-    kind = arrays.ArrayDataset
-    return kind if _has_methods(dataset, kind.__getitem__, kind.__getitems__) else None
+    return None
 
 
 def _has_methods(dataset: Any, getitem: Any, getitems: Any) -> bool:

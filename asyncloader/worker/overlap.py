@@ -26,11 +26,12 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from torch.utils.data import StackDataset, Subset
+from torch.utils.data import StackDataset
 
+from asyncloader.async_face import batch_method, sample_method
 from asyncloader.messages.messages import WorkerSpec
-from asyncloader.protocols import has_samples, is_async, members, probe
-from asyncloader.seeding.sample_context import BATCH, Placed, SampleContext, current, enter
+from asyncloader.protocols import has_samples, members
+from asyncloader.seeding.sample_context import BATCH, Placed, enter
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.worker.fetch import settle
 from asyncloader.worker.gather import WholeBatches
@@ -39,7 +40,6 @@ from asyncloader.worker.job import Job
 from asyncloader.worker.stacks import task_stack
 
 _TASKS_SHOWN = 3
-_TURN_S = 0.002  # for so long samples that are at hand are taken before others have their turn on the loop
 
 
 class OverlapRun(NamedTuple):
@@ -198,24 +198,27 @@ class Overlap:
 
 
 class TaskFetcher(Overlap):
-    """Samples of a map-style dataset, each in a task of its own, but for those that a dataset has at hand."""
+    """Samples of a map-style dataset, each in a task of its own, or all of a batch."""
 
     def __init__(self, dataset: Any, run: OverlapRun) -> None:
         super().__init__(run)
         self._dataset = dataset
+        self._get_sample = self._sample_method(dataset)
         self._whole = WholeBatches(dataset, run.spec)
         self._get_samples: Callable[[Any], Any] | None = None
         if self._auto_collation and not self._whole.by_sample:
             self._get_samples = self._batch_method(dataset)
-        self._get_nowait = nowait_method(dataset)
         self._is_filling = False
         self._is_stacked = any(isinstance(member, StackDataset) for member in members(dataset))
+
+    def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
+        return sample_method(dataset)
 
     def _batch_method(self, dataset: Any) -> Callable[[Any], Any] | None:
         return batch_method(dataset)
 
     def _fill(self) -> None:
-        if self._is_filling:  # whoever takes a sample that was at hand comes here again
+        if self._is_filling:  # a job that is concluded at once comes here again
             return
         self._is_filling = True
         try:
@@ -224,11 +227,7 @@ class TaskFetcher(Overlap):
             self._is_filling = False
 
     def _ask_for_samples(self) -> None:
-        until = None if self._get_nowait is None else perf_counter() + _TURN_S
         while self._free > 0 and self._waiting:
-            if until is not None and perf_counter() > until:
-                self._loop.call_soon(self._fill)  # after what else there is to do on the loop
-                return
             job = self._waiting[0]
             if not job.started:
                 job.began = perf_counter()
@@ -252,44 +251,21 @@ class TaskFetcher(Overlap):
 
     def _start(self, job: Job, position: int) -> None:
         """Ask for a sample, or for all of them."""
-        if self._get_nowait is None or position == BATCH or not self._take_nowait(self._get_nowait, job, position):
-            self._spawn(job, position, self._get(job, position))
-
-    def _take_nowait(self, get_nowait: Callable[[Any], tuple[Any] | None], job: Job, position: int) -> bool:
-        """Take a sample if the dataset has it at hand, without a task for it; return whether it has."""
-        outside = current.set(SampleContext(self._run.seeder, job.ticket, position, job.first))
-        found: tuple[Any] | None = None
-        error: BaseException | None = None
-        try:
-            found = get_nowait(job.keys[position] if self._auto_collation else job.keys)
-        except BaseException as raised:
-            error = raised
-        finally:
-            current.reset(outside)
-        try:
-            if found is None and error is None:
-                return False
-            if found is not None and hasattr(type(found[0]), "__await__"):
-                self._spawn(job, position, self._get(job, position, found[0]))
-                return True
-            self._take(job, position, None if found is None else found[0], error)
-            return True
-        finally:
-            del job, found, error  # a traceback refers to this frame
+        self._spawn(job, position, self._get(job, position))
 
     def _ask(self, job: Job, position: int) -> Any:
         """Ask the dataset for a sample, or for all of them. The result may have to be awaited."""
         if position == BATCH:
             assert self._get_samples is not None
             return self._get_samples(job.keys)
-        return self._dataset[job.keys[position] if self._auto_collation else job.keys]
+        return self._get_sample(job.keys[position] if self._auto_collation else job.keys)
 
-    async def _get(self, job: Job, position: int, begun: Any = None) -> None:
+    async def _get(self, job: Job, position: int) -> None:
         enter(self._run.seeder, job.ticket, position, job.first)
         sample: Any = None
         error: BaseException | None = None
         try:
-            sample = self._ask(job, position) if begun is None else begun
+            sample = self._ask(job, position)
             if hasattr(type(sample), "__await__"):
                 sample = await sample
             if position != BATCH:
@@ -330,29 +306,3 @@ def _pass_on_cancellation(error: BaseException | None) -> None:
     """Raise it again if it is one: it was ours, and is not to be swallowed. Anything else is for nobody any more."""
     if isinstance(error, asyncio.CancelledError):
         raise error
-
-
-def nowait_method(dataset: Any) -> Callable[[Any], tuple[Any] | None] | None:
-    """Return the dataset's ``getitem_nowait``, as a `CachedDataset` has one; of a Subset that of what is in it.
-
-    The method returns a sample in a tuple, or None if the sample has to be awaited.
-    """
-    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
-        inner = nowait_method(dataset.dataset)
-        return None if inner is None else lambda key: inner(dataset.indices[key])
-    method = probe(dataset, "getitem_nowait")
-    return method if callable(method) else None
-
-
-def batch_method(dataset: Any) -> Callable[[Any], Any] | None:
-    """Return the dataset's ``__getitems__`` if it has one that fetches a batch together.
-
-    torch's wrappers have one of their own that calls ``__getitem__`` for each sample where what they wrap has none; for
-    an async dataset it would make all coroutines of a batch at once, or measure the length of one.
-    """
-    kind = type(dataset)
-    if isinstance(dataset, Subset) and kind.__getitems__ is Subset.__getitems__:
-        return dataset.__getitems__ if batch_method(dataset.dataset) else None
-    if isinstance(dataset, StackDataset) and kind.__getitems__ is StackDataset.__getitems__ and is_async(dataset):
-        return None
-    return getattr(dataset, "__getitems__", None) or None

@@ -38,7 +38,6 @@ class ThreadFetcher(TaskFetcher):
         super().__init__(dataset, run)
         self._most = self._free
         self._free = sys.maxsize  # all samples are in the queue: that there are no more threads bounds what is in work
-        self._get_nowait = None
         self._modes = Modes.of_this_thread()
         # The threads of a worker inherit cores and priority from the worker.
         self._iterating = None if run.spec.num_workers else run.spec.thread
@@ -49,6 +48,9 @@ class ThreadFetcher(TaskFetcher):
         self._threads: list[threading.Thread] = []
         self._num_running = 0
         self._thread_ended = asyncio.Event()
+
+    def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
+        return lambda key: dataset[key]
 
     def _batch_method(self, dataset: Any) -> Callable[[Any], Any] | None:
         return getattr(dataset, "__getitems__", None)

@@ -11,7 +11,7 @@ private memory of all processes grows in the second one, and the size of the fil
 Targets: the second epoch at least 20 times as fast as the first, with one sample in flight; one copy of the samples:
 the file <= 1.05 times their bytes, and private memory that grows by <= 0.1 times their bytes.
 
-Why not 20 times with 64 in flight: they wait together, so what is left of the first epoch is the CPU time of aiohttp
+Why not 20 times with 64 in flight: they wait together, so what is left of the first epoch is the CPU time of obstore
 and of the server. Profiled: with a task for each sample that was at hand, the second epoch was 4 to 5 times as fast as
 the first (19 times from a disk with one in flight); without it is 10 to 12 times (47).
 """
@@ -28,7 +28,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.datasets import CachedDataset, HTTPDataset
+from asyncloader.datasets import CachedDataset, RemoteDataset
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Memory
 from tests.services.fault_server import FaultServer
@@ -86,7 +86,7 @@ def measure(bench: Bench) -> None:
     count = 400 if bench.quick else 1000
     objects = {f"object/{number}": os.urandom(BYTES) for number in range(count)}
     with FaultServer(objects, latency_s=LATENCY_S) as server, TemporaryDirectory() as folder:
-        source = HTTPDataset([server.url(name) for name in objects], decode)
+        source = RemoteDataset([server.url(name) for name in objects], decode)
         for concurrency in (1, 64):
             title = f"{count:,} objects, {concurrency} in flight"
             (uncached, again) = epochs(source, concurrency, 2)

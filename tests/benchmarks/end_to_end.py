@@ -9,7 +9,7 @@ with the last step.
 - text: blocks of 128 bytes of what installed packages say of themselves, in random order, and a transformer that
   predicts the next byte.
 - remote files: the images, of 160 x 160, each answered after 20 ms by an HTTP server on this machine. torch's side
-  reads them with a connection that is kept, a request at a time, as a plain dataset does; ours is `HTTPDataset`, 32
+  reads them with a connection that is kept, a request at a time, as a plain dataset does; ours is `RemoteDataset`, 32
   samples in flight in each worker.
 
 2 workers on each side, which stay, batches of 32, 3 epochs; trainer and workers share the cores. "waited %" is the time
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from asyncloader.datasets import HTTPDataset
+from asyncloader.datasets import RemoteDataset
 from tests.benchmarks.bench import Bench, main
 from tests.benchmarks.measure import Run, cpu_seconds
 from tests.benchmarks.photos import decode, jpegs, photographs
@@ -176,7 +176,7 @@ def measure(bench: Bench) -> None:
     objects = {f"{number}.jpg": data for number, data in enumerate(jpegs(512 // few))}
     with FaultServer(objects, LATENCY_S) as server:
         urls = [server.url(name) for name in objects]
-        ours = partial(loaded, bench.loaders["ours"], HTTPDataset(urls, labelled), concurrency=BATCH)
+        ours = partial(loaded, bench.loaders["ours"], RemoteDataset(urls, labelled), concurrency=BATCH)
         sides = {
             "torch": partial(train, network, image_loss, partial(loaded, bench.loaders["torch"], Remote(urls))),
             "ours": partial(train, network, image_loss, ours),

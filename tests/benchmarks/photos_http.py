@@ -1,4 +1,4 @@
-"""Photographs over HTTP: 2,000 JPEG objects, each answered after 20 ms or at once, decoded, by HTTPDataset.
+"""Photographs over HTTP: 2,000 JPEG objects, each answered after 20 ms or at once, decoded, by RemoteDataset.
 
 What is asked for: with 20 ms of latency at least 80 % of the rate that there is without, because decoding is what takes
 the time. Beside it torch's DataLoader with as many workers and a blocking client that keeps its connection (the first
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from asyncloader.datasets import HTTPDataset
+from asyncloader.datasets import RemoteDataset
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Run, cpu_seconds
 from tests.benchmarks.photos import decode, jpegs
@@ -72,8 +72,8 @@ def measure(bench: Bench) -> None:
         ours = bench.loaders["ours"]
         for workers in (2,):
             sides = {
-                "ours, no latency": partial(run, ours, HTTPDataset(at_once, decode), workers, concurrency=64),
-                "ours, 20 ms": partial(run, ours, HTTPDataset(after_20_ms, decode), workers, concurrency=64),
+                "ours, no latency": partial(run, ours, RemoteDataset(at_once, decode), workers, concurrency=64),
+                "ours, 20 ms": partial(run, ours, RemoteDataset(after_20_ms, decode), workers, concurrency=64),
                 "torch, 20 ms": partial(run, bench.loaders["torch"], Blocking(after_20_ms[:few]), workers),
             }
             targets = {"ours, 20 ms": Target(">=", 0.8)}

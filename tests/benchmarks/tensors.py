@@ -3,7 +3,7 @@
 Measured: batches/s of 1,024 samples in random order, by default collated and dropped, without workers and with 1 and 2,
 torch's DataLoader and ours taking turns, after a warm-up that is not counted. "rows" is a TensorDataset of 100,000 rows
 of 32 float32 with a label; then half of it by random_split, and a ConcatDataset of two. "images" is 20,000 pictures of
-(3, 32, 32) uint8 with a label, as a TensorDataset and, on our side, as an ArrayDataset over a mapped file.
+(3, 32, 32) uint8 with a label, as a TensorDataset over memory and over a mapped file.
 
 Then slices of a tensor in shared memory (`share_memory_()`, batch_size=None): GB/s of batches of 16 MB with 1 worker
 that was forked, dropped as they come and summed by the consumer. torch sends a reference to the dataset's own memory,
@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, RandomSampler, TensorDataset, random_split
 
-from asyncloader.datasets import ArrayDataset
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Run, drain
 
@@ -84,7 +83,8 @@ def measure(bench: Bench) -> None:
         np.save(Path(folder, "pixels.npy"), pixels)
         labels = np.arange(IMAGES)
         images = TensorDataset(torch.from_numpy(pixels), torch.from_numpy(labels))
-        mapped = ArrayDataset(np.load(Path(folder, "pixels.npy"), mmap_mode="r"), labels)
+        of_file = np.load(Path(folder, "pixels.npy"), mmap_mode="c")
+        mapped = TensorDataset(torch.from_numpy(of_file), torch.from_numpy(labels))
         for workers in (0, 2):
             sides = {side: partial(rate, loader, images, workers, seconds) for side, loader in bench.loaders.items()}
             sides["ours, mapped"] = partial(rate, bench.loaders["ours"], mapped, workers, seconds)

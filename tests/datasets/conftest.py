@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncloader import DataLoader
-from asyncloader.datasets import HTTPDataset, ObjectStoreDataset
+from asyncloader.datasets import RemoteDataset
 from tests.services.fault_server import FaultServer
-from tests.services.nginx import nginx
 from tests.services.postgres import PostgreSQL
 from tests.services.s3 import s3_server
 
 OBJECTS = {f"number/{number}": f"object {number} ".encode() * (1 + number % 50) for number in range(200)}
-SERVICES = {
-    "web_server",
-    "s3",
-    "database",
-}  # fixtures that need a server which pip does not install with the `dev` extra
+SERVICES = {"s3", "database"}  # fixtures that need a server which pip does not install with the `dev` extra
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,19 +28,6 @@ def fault_server() -> Iterator[FaultServer]:
     """A server of OBJECTS that fails as its urls say."""
     with FaultServer(OBJECTS) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """nginx with OBJECTS, and one object under /private/ that it does not give."""
-    folder = tmp_path_factory.mktemp("www")
-    for name, data in {**OBJECTS, "private/key": b"secret"}.items():
-        path = folder / name
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_bytes(data)
-    folder.chmod(0o755)
-    with nginx(folder, tmp_path_factory.mktemp("nginx")) as url:
-        yield url
 
 
 @pytest.fixture(scope="session")
@@ -67,23 +47,9 @@ def database() -> Iterator[PostgreSQL]:
 
 
 @pytest.fixture(scope="session")
-def threads_of_obstore(tmp_path_factory: pytest.TempPathFactory) -> None:
+def threads_of_obstore(fault_server: FaultServer) -> None:
     """Bring to life what stays once obstore has been used: its threads, with their descriptors."""
-    folder = tmp_path_factory.mktemp("folder")
-    (folder / "file").touch()
-
-    async def use() -> None:
-        async with ObjectStoreDataset(folder.as_uri(), ["file"]) as dataset:
-            await asyncio.gather(*[dataset[0] for _ in range(20)])
-
-    asyncio.run(use())
-
-
-@pytest.fixture(scope="session")
-def stream_of_the_portal(fault_server: FaultServer) -> None:
-    """Bring to life what libuv keeps once a loop has had a stream: a descriptor in reserve."""
-    for _ in DataLoader(HTTPDataset([fault_server.url("number/1")]), batch_size=None):
-        pass
+    assert RemoteDataset(fault_server.url("number/1"))[0] == OBJECTS["number/1"]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from asyncloader import ConfigurationError, DataLoader, sample_rng, sample_seed
 from asyncloader.datasets import CachedDataset, FileDataset
-from asyncloader.worker.overlap import TaskFetcher
 from tests import inside
 from tests.nursery import Program
 
@@ -407,36 +406,6 @@ class Drawn(Draws):
         return self.transformed(await super().__getitem__(index))
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_what_is_at_hand_needs_no_task(where: str, on_error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An epoch from the cache has the samples, generators and errors that it would have without; a Subset too."""
-    spawned: list[int] = []
-    spawn = TaskFetcher._spawn
-
-    def spawn_noted(self: TaskFetcher, *args: Any) -> None:
-        spawned.append(args[1])
-        spawn(self, *args)
-
-    monkeypatch.setattr(TaskFetcher, "_spawn", spawn_noted)
-    draws = Draws(bad=7 if on_error == "skip" else -1)
-    cached = Subset(CachedDataset(draws, where, fingerprint="v1", transform=draws.transformed), range(1, 12))
-    plain = Subset(cast(Any, Drawn(draws.bad)), range(1, 12))
-    loaders = [
-        DataLoader(cast(Any, dataset), 4, shuffle=True, generator=torch.Generator().manual_seed(1), on_error=on_error)
-        for dataset in (cached, plain)
-    ]
-    epochs = []
-    for loader in loaders:
-        epochs.append([])
-        for _ in range(2):
-            spawned.clear()
-            epochs[-1].append([[part.tolist() for part in batch] for batch in loader])
-            if loader is loaders[0] and where == "ram":  # a file system may not be able to tell what it has at hand
-                assert len(spawned) == (0 if len(epochs[-1]) == 2 else 11)
-    assert epochs[0] == epochs[1]
-    assert cached.dataset.getitem_nowait(0) is None
-
-
 def test_async_transforms_are_awaited(where: str) -> None:
     """From the cache too."""
 
@@ -456,7 +425,7 @@ def test_a_dataset_that_awaits_batches_alone_is_cached(where: str, num_workers: 
     loader = DataLoader(cached, batch_size=8, num_workers=num_workers, collate_fn=first)
     for _ in range(2):
         assert all(map(is_right, [one for batch in loader for one in batch], range(COUNT)))
-    assert is_right(asyncio.run(cached[3]), 3)  # type: ignore[arg-type]
+    assert is_right(asyncio.run(cached.getitem(3)), 3)
     assert cached.usage().samples == COUNT
 
 
@@ -493,14 +462,14 @@ async def test_files_are_read_once(where: str, tmp_path: Path) -> None:
     for number in range(5):
         (folder / f"{number}").write_text(str(number))
     cached: Any = CachedDataset(FileDataset(folder), where, fingerprint="v1")
-    async with cached:
-        assert await cached.__getitems__([0, 1]) == [b"0", b"1"]
+    assert [await cached.getitem(0), cached[1]] == [b"0", b"1"]
     for path in folder.iterdir():
         path.unlink()
-    async with cached:
-        assert await cached.__getitems__([1, 0]) == [b"1", b"0"]
-        with pytest.raises(FileNotFoundError):
-            await cached[2]
+    assert [cached[0], await cached.getitem(1)] == [b"0", b"1"]
+    with pytest.raises(FileNotFoundError):
+        await cached.getitem(2)
+    with pytest.raises(FileNotFoundError):
+        cached[2]
 
 
 # ---- on disk ----
@@ -938,7 +907,7 @@ def test_samples_of_an_async_dataset_that_are_random_are_told(caplog: pytest.Log
     cached: Any = CachedDataset(AugmentedAtOnce(random.random), "ram")
 
     async def make() -> None:
-        await asyncio.gather(*(cached[index] for index in range(12)))
+        await asyncio.gather(*(cached.getitem(index) for index in range(12)))
 
     asyncio.run(make())
     assert len(random_warnings(caplog)) == 1
@@ -954,7 +923,7 @@ def test_what_is_random_after_the_cache_is_not_told(seeding: Any, caplog: pytest
         assert not torch.equal(torch.cat(list(loader)), torch.cat(list(loader)))
 
         async def make(cached: Any = cached) -> None:
-            await asyncio.gather(*(cached[index] for index in range(12)))
+            await asyncio.gather(*(cached.getitem(index) for index in range(12)))
 
         if isinstance(dataset, AugmentedAtOnce):
             asyncio.run(make())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import asyncloader.datasets
-from asyncloader.datasets.extras import require
+from asyncloader.datasets.errors import require
 
 MODULES = [module.name for module in pkgutil.iter_modules(asyncloader.datasets.__path__, "asyncloader.datasets.")]
 

@@ -326,12 +326,75 @@ def test_one_error_that_is_raised_time_and_again() -> None:
         raise error
 
     iterator = iter(DataLoader(ParallelMap(lambda: iter(fail, None), square, max_items=50), None))
-    for number in range(100):
+    for number in range(99):
         with pytest.raises(ValueError, match="again") as caught:
             next(iterator)
         (note,) = caught.value.__notes__[:1]
         assert f"item {number}:" in note
         assert note.count("in fail") == 1
+    with pytest.raises(ValueError, match="again") as caught:
+        next(iterator)
+    assert "has raised 100 errors in a row, and is not read on" in "".join(caught.value.__notes__)
+
+
+class Gone:
+    """A stream whose connection is lost, but for one moment."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        self.count += 1
+        if self.count > 4 and self.count != 60:
+            raise ConnectionError("lost")
+        return self.count
+
+
+class AsyncGone:
+    """The same for `async for`."""
+
+    def __init__(self) -> None:
+        self.gone = Gone()
+
+    def __aiter__(self) -> Any:
+        return self
+
+    async def __anext__(self) -> int:
+        return next(self.gone)
+
+    @property
+    def count(self) -> int:
+        return self.gone.count
+
+
+@pytest.mark.parametrize("kind", [Gone, AsyncGone])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_goes_on_raising_is_an_error_under_skip(kind: Any, num_workers: int) -> None:
+    """The epoch ends, and not in silence; what came before was given."""
+    stream, found = kind(), []
+    with pytest.raises(ConnectionError, match="lost") as caught:
+        for batch in DataLoader(ParallelMap(stream, abs), 2, num_workers=num_workers, on_error="skip"):
+            found += batch.tolist()
+    assert found == [1, 2, 3, 4, 60]
+    assert stream.count == 160
+    assert "has raised 100 errors in a row" in "".join(caught.value.__notes__)
+
+
+def test_nothing_but_our_loader_takes_a_stream_by_number() -> None:
+    """And the error says so, wherever a dataset of numbered samples would have been taken."""
+    stream: Any = ParallelMap(range(6), abs)
+    for use in (
+        lambda: list(DataLoader(torch.utils.data.Subset(stream, [0, 1]), 2)),
+        lambda: list(DataLoader(torch.utils.data.ConcatDataset([stream]), 2)),
+        lambda: list(DataLoader(stream, 2, sampler=[0, 1])),
+        lambda: list(torch.utils.data.DataLoader(stream, 2)),
+        lambda: list(DataLoader(torch.utils.data.random_split(stream, [3, 3])[0], 2)),
+    ):
+        with pytest.raises(TypeError, match=r"give it to asyncloader.DataLoader as it is, without a sampler"):
+            use()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import io
-import logging
 import os
 import pickle
-import threading
-import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,17 +17,13 @@ import pytest
 import torch
 
 from asyncloader import ConfigurationError, DataLoader
-from asyncloader.datasets import FetchError, ParquetDataset, Retries
-from asyncloader.datasets import parquet as module
-from asyncloader.datasets.source import Version
+from asyncloader.datasets import FetchError, ParquetDataset
 from asyncloader.samplers import BlockShuffleSampler
-from tests import inside
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
 
 pytestmark = pytest.mark.on_threads
 
-BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
 ROWS = 100  # of each file, in row groups of 30
 
 
@@ -75,19 +66,21 @@ def server() -> Iterator[FaultServer]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers, in their files, of the row groups that were read."""
     seen: list[int] = []
-    read_group = module.read_group
+    read_row_group = pq.ParquetFile.read_row_group
 
-    def watched(opens: Any, number: int, columns: Any) -> Any:
+    def watched(self: Any, number: int, **options: Any) -> Any:
         seen.append(number)
-        return read_group(opens, number, columns)
+        return read_row_group(self, number, **options)
 
-    monkeypatch.setattr(module, "read_group", watched)
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", watched)
     return seen
 
 
 async def rows_of(dataset: ParquetDataset[Any], indices: Any) -> list[Any]:
-    async with dataset:
-        return await dataset.__getitems__(indices)
+    """Read rows by both faces of the dataset."""
+    rows = dataset.__getitems__(indices)
+    assert repr(await dataset.getitems(indices)) == repr(rows)
+    return rows
 
 
 async def test_rows_are_those_of_pyarrow(paths: list[Path], reads: list[int]) -> None:
@@ -96,28 +89,29 @@ async def test_rows_are_those_of_pyarrow(paths: list[Path], reads: list[int]) ->
     assert (len(dataset), dataset.block_sizes.tolist()) == (200, [30, 30, 30, 10] * 2)
     expected = pa.concat_tables([table(0), table(ROWS)]).to_pylist()
     order = [150, 3, -1, 29, 30, 3, 151]
-    for row, index in zip(await rows_of(dataset, order), order, strict=True):
+    for row, index in zip(dataset.__getitems__(order), order, strict=True):
         assert isinstance(row["embedding"], np.ndarray)
         assert row["embedding"].dtype == np.float32
         assert {**row, "embedding": row["embedding"].tolist(), "tokens": row["tokens"].tolist()} == expected[index]
     assert sorted(reads) == [0, 1, 1, 3]
-    async with dataset:
-        assert (await dataset[7])["text"] is None
-        with pytest.raises(IndexError, match="no row 200: there are 200"):
-            await dataset[200]
+    assert repr(await dataset.getitems(order)) == repr(dataset.__getitems__(order))
+    assert [row["id"] for row in dataset] == list(range(200))
+    assert dataset[7]["text"] is None
+    with pytest.raises(IndexError, match="no row 200: there are 200"):
+        dataset[200]
 
 
 async def test_a_row_has_a_whole_number(paths: list[Path]) -> None:
     """Whatever stands for one, numpy's and torch's too; what is none is not rounded, and no text is read as one."""
-    async with ParquetDataset(paths, ["id"]) as dataset:
-        for index in (3, np.int32(3), np.uint8(3), np.array(3), torch.tensor(3)):
-            assert await dataset[index] == {"id": 3}  # type: ignore[index]
-        for indices in (np.array([3, -1]), torch.tensor([3, -1]), range(3, 200, 196)):
-            assert [row["id"] for row in await dataset.__getitems__(indices)] == [3, 199]  # type: ignore[arg-type]
-        assert await dataset.__getitems__([]) == []
-        for wrong in (1.9, "3", 3.0, np.float64(3.0), None):
-            with pytest.raises(TypeError, match="integer"):
-                await dataset[wrong]  # type: ignore[index]
+    dataset = ParquetDataset(paths, ["id"])
+    for index in (3, np.int32(3), np.uint8(3), np.array(3), torch.tensor(3)):
+        assert dataset[index] == {"id": 3}  # type: ignore[index]
+    for indices in (np.array([3, -1]), torch.tensor([3, -1]), range(3, 200, 196)):
+        assert [row["id"] for row in await rows_of(dataset, indices)] == [3, 199]
+    assert await rows_of(dataset, []) == []
+    for wrong in (1.9, "3", 3.0, np.float64(3.0), None):
+        with pytest.raises(TypeError, match="integer"):
+            dataset[wrong]  # type: ignore[index]
 
 
 async def test_whole_numbers_in_lists_stay_exact(tmp_path: Path) -> None:
@@ -148,7 +142,7 @@ def test_batches_have_each_row_once_also_after_a_resume(paths: list[Path], num_w
     dataset = ParquetDataset(paths, ["id", "embedding"])
 
     def loader() -> Any:
-        sampler = BlockShuffleSampler(dataset.block_sizes, num_workers=num_workers, batch_size=20)
+        sampler = BlockShuffleSampler(dataset.block_sizes)
         return DataLoader(dataset, batch_size=20, sampler=sampler, num_workers=num_workers)
 
     batches = list(loader())
@@ -168,7 +162,7 @@ def test_a_block_shuffle_reads_each_row_group_once(paths: list[Path], reads: lis
     for cache_bytes, most in ((1 << 20, 8), (0, 200)):
         reads.clear()
         dataset = ParquetDataset(paths, ["id"], cache_bytes=cache_bytes)
-        sampler = BlockShuffleSampler(dataset.block_sizes, window=50, batch_size=10)
+        sampler = BlockShuffleSampler(dataset.block_sizes, window=50)
         for _ in DataLoader(dataset, batch_size=10, sampler=sampler):
             pass
         assert set(Counter(reads)) == {0, 1, 2, 3}
@@ -177,125 +171,58 @@ def test_a_block_shuffle_reads_each_row_group_once(paths: list[Path], reads: lis
 
 
 async def test_it_travels_in_few_bytes(paths: list[Path]) -> None:
-    """As few bytes, also while it is open."""
+    """As few bytes, also when it has read."""
     dataset = ParquetDataset(paths, ["id"])
-    async with dataset:
-        data = pickle.dumps(dataset)
+    assert dataset[3] == {"id": 3}
+    data = pickle.dumps(dataset)
     assert len(data) < 3000
     assert await rows_of(pickle.loads(data), [150]) == [{"id": 150}]
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("stream_of_the_portal")
+@pytest.mark.usefixtures("threads_of_obstore")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_over_http_only_ranges_are_read(server: FaultServer, num_workers: int) -> None:
-    """By ranges, of the columns that are asked for; what breaks is asked for again."""
-    urls = [server.url("0.parquet"), server.url("1.parquet", fault="cut", times=2)]
-    dataset = ParquetDataset(urls, ["id"], retries=BRISK)
-    found = [number for batch in DataLoader(dataset, 50, num_workers=num_workers) for number in batch["id"].tolist()]
+    """By ranges, of the columns that are asked for; what fails is asked for again."""
+    urls = [server.url("0.parquet"), server.url("1.parquet", fault="503", times=2)]
+    dataset = ParquetDataset(urls, ["id"])
+    workers = {"num_workers": 1, "multiprocessing_context": "forkserver"} if num_workers else {}
+    found = [number for batch in DataLoader(dataset, 50, **workers) for number in batch["id"].tolist()]  # type: ignore[arg-type]
     assert found == list(range(200))
 
 
-async def test_closing_ends_the_threads_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server is gone, and the next try an hour away: a thread that waited for it would keep the process alive."""
-    before = set(threading.enumerate())
-    waits = asyncio.Event()
-    monkeypatch.setattr(logging.getLogger("asyncloader.datasets"), "info", lambda *_: waits.set())
-    with FaultServer(FILES) as server:
-        hour = Retries(first_wait_s=3600, longest_wait_s=3600, total_s=7200)
-        dataset = ParquetDataset(server.url("0.parquet"), retries=hour)
-    async with dataset:
-        reading = asyncio.create_task(dataset[0])  # type: ignore[arg-type]
-        await waits.wait()
-        client = inside.client(dataset)
-        threads = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("dataset")]
-        assert len(threads) == 1
-    with contextlib.suppress(asyncio.CancelledError):
-        await reading
-    await asyncio.to_thread(threads[0].join, 10)
-    assert not threads[0].is_alive()
-    with pytest.raises(ValueError, match=r"0.parquet: the dataset is closed"):
-        client.source.read("0.parquet", 0, 1, Version(1, ""))
+async def test_a_file_that_is_changed(paths: list[Path]) -> None:
+    """Is an error when a row of it is read, which names it, also by a reader that has its footer already."""
+    dataset = ParquetDataset(paths, ["id"], cache_bytes=0)
+    assert [row["id"] for row in await rows_of(dataset, [0, 100])] == [0, 100]
+    paths[0].write_bytes(written(table(1000)))
+    with pytest.raises(FetchError, match=r"0.parquet: was changed since this dataset was made") as caught:
+        await rows_of(dataset, [5])
+    assert "It is row group 0 of" in caught.value.__notes__[0]
+    assert [row["id"] for row in await rows_of(dataset, [100])] == [100]
 
 
-@pytest.mark.forked("fsspec's files in memory are those of a process and of its copies")
-def test_what_only_fsspec_knows_is_read_through_it(paths: list[Path]) -> None:
-    """What only fsspec knows: files in memory, for example."""
-    import fsspec
+async def test_a_footer_is_parsed_once(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each file, whichever row groups are read of it; an error in a row group names it and the file."""
+    given: list[Any] = []
+    parquet_file = pq.ParquetFile
 
-    with fsspec.open("memory://folder/0.parquet", "wb") as file:
-        file.write(FILES["0.parquet"])
-    dataset = ParquetDataset("memory://folder/0.parquet", ["id"])
-    (batch,) = DataLoader(dataset, batch_size=100, num_workers=1)
-    assert batch["id"].tolist() == list(range(100))
+    def watched(file: Any, **options: Any) -> Any:
+        given.append(options.get("metadata"))
+        return parquet_file(file, **options)
 
-
-def put_in_memory(url: str, data: bytes) -> None:
-    import fsspec
-
-    with fsspec.open(url, "wb") as file:
-        file.write(data)
-
-
-@pytest.mark.parametrize("where", ["memory", "local", "file", "zip"])
-async def test_a_file_that_is_changed(tmp_path: Path, where: str) -> None:
-    """Is an error wherever it lies, also if it has the same size, and in a copy of the dataset."""
-    old, new = (written(pa.table({"id": range(first, first + ROWS)}), compression="none") for first in (0, 100))
-    assert len(old) == len(new)
-    path = tmp_path / "a.parquet"
-
-    def put_there(data: bytes) -> None:
-        if where == "memory":
-            put_in_memory("memory://changing/a.parquet", data)
-        elif where == "zip":
-            with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-                archive.writestr("a.parquet", data)
-        else:
-            path.write_bytes(data)
-            os.utime(path, ns=(0, 1 + (data is new)))  # the kernel's clock may not have moved since
-
-    url = {
-        "memory": "memory://changing/a.parquet",
-        "local": f"local://{path}",
-        "file": str(path),
-        "zip": f"zip://a.parquet::{tmp_path}/a.zip",
-    }[where]
-    put_there(old)
-    dataset = ParquetDataset(url, ["id"], cache_bytes=0)
-    async with dataset:
-        assert [row["id"] for row in await dataset.__getitems__([5, 95])] == [5, 95]
-        put_there(new)
-        with pytest.raises(FetchError, match=r"a.parquet.*: was changed since this dataset was made"):
-            await dataset[5]
-    with pytest.raises(FetchError, match=r"a.parquet.*: was changed since this dataset was made"):
-        await rows_of(pickle.loads(pickle.dumps(dataset)), [5])
-
-
-@pytest.mark.parametrize("through", ["", "local://"])
-async def test_a_file_that_is_changed_while_it_is_read(
-    tmp_path: Path, through: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Is an error, whatever came of the reading: rows of the new file, or bytes that are no Parquet."""
-    path = tmp_path / "a.parquet"
-    path.write_bytes(written(table(0)))
-    dataset = ParquetDataset(f"{through}{path}", ["id"], cache_bytes=0)
-    read_group = module.read_group
-    data = [written(table(100)), b"x" * 50_000]
-
-    def changed(opens: Any, number: int, columns: Any) -> Any:
-        @contextlib.contextmanager
-        def opens_late() -> Iterator[Any]:
-            with opens() as file:
-                path.write_bytes(data.pop(0))
-                yield file
-
-        return read_group(opens_late, number, columns)
-
-    monkeypatch.setattr(module, "read_group", changed)
-    async with dataset:
-        for _ in range(2):
-            with pytest.raises(FetchError, match=r"a.parquet: was changed since this dataset was made"):
-                await dataset[5]
+    dataset, footer = ParquetDataset(paths, ["text"], cache_bytes=0), pq.ParquetFile(paths[0]).metadata
+    monkeypatch.setattr(pq, "ParquetFile", watched)
+    await rows_of(dataset, [0, 40, 70, 99])
+    assert [metadata is None for metadata in given] == [True] + [False] * 7
+    data = bytearray(FILES["0.parquet"])
+    times = os.stat(paths[0])
+    begin = footer.row_group(1).column(1).dictionary_page_offset
+    data[begin : begin + 20] = bytes(20)
+    paths[0].write_bytes(data)
+    os.utime(paths[0], ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(FetchError, match=r"0.parquet: row group 1 cannot be read"):
+        await rows_of(dataset, [45])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -360,9 +287,9 @@ async def test_what_is_wrong_is_said(tmp_path: Path, paths: list[Path]) -> None:
     with pytest.raises(ConfigurationError, match="there is no row in 1 files"):
         ParquetDataset(broken)
     for arguments, words in (
-        ({"paths": []}, "there are no files"),
-        ({"columns": []}, "columns names no column"),
-        ({"threads": 0}, "threads should be an integer of at least 1"),
+        ({"paths": []}, "was given no path"),
+        ({"columns": []}, "columns is a list of names"),
+        ({"columns": "id"}, "columns is a list of names"),
         ({"cache_bytes": None}, "cache_bytes should be"),
     ):
         with pytest.raises(ConfigurationError, match=words):

@@ -9,38 +9,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import fsspec.asyn
 import pytest
 
 from asyncloader import ConfigurationError, DataLoader
-from asyncloader.datasets import (
-    ByteRange,
-    FetchError,
-    FsspecDataset,
-    HTTPDataset,
-    IndexedTarShards,
-    ObjectStoreDataset,
-    ParquetDataset,
-    Retries,
-    TarShards,
-    TokenBlocks,
-)
+from asyncloader.datasets import FetchError, ParquetDataset, RemoteDataset, TarShards, list_urls
 from asyncloader.errors import StateMismatchError, redacted
 from tests.services.fault_server import FaultServer
 
-TWICE = Retries(tries=2, first_wait_s=0.001)
+ONCE: dict[str, Any] = {"retry_config": {"max_retries": 0}}
 QUERY = "&X-Amz-Signature=s3cret&sig=s3cret%2Fs3cret&access_token=s3cret"
 
-pytestmark = [
-    pytest.mark.leaks("fsspec keeps connections in its cache of file systems"),
-    pytest.mark.usefixtures("threads_of_obstore"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def thread_of_fsspec() -> None:
-    fsspec.asyn.get_loop()
-
+pytestmark = pytest.mark.usefixtures("threads_of_obstore")
 
 TEXTS = {
     "https://me:s3cret@host/a.tar: gone": "https://***@host/a.tar: gone",
@@ -72,69 +51,36 @@ def test_texts_without_their_secrets(text: str) -> None:
     assert "s3cret" not in str(StateMismatchError("shards", [text], [text]))
 
 
-def of(server: FaultServer, fault: str = "500") -> str:
+def of(server: FaultServer, fault: str = "400") -> str:
     """A url with a login and signatures, of an object that does not come."""
     return server.url("number/7", fault=fault).replace("http://", "http://me:s3cret@") + QUERY
 
 
-def iterated(dataset: Any) -> Any:
-    async def read() -> Any:
-        async with dataset:
-            return [sample async for sample in dataset]
-
-    return asyncio.run(read())
-
-
-def first(dataset: Any) -> Any:
-    async def read() -> Any:
-        async with dataset:
-            return await dataset[0]
-
-    return asyncio.run(read())
-
-
 FAILURES: dict[str, Callable[[FaultServer], Any]] = {
-    "status": lambda server: first(HTTPDataset([of(server)], retries=TWICE)),
-    "range": lambda server: first(HTTPDataset([ByteRange(of(server), 3, 5)], retries=TWICE)),
-    "no range": lambda server: first(HTTPDataset([ByteRange(of(server), 5, 3)], retries=TWICE)),
-    "gone": lambda server: first(HTTPDataset([of(server, "404")], retries=TWICE)),
-    "refused": lambda server: first(HTTPDataset([of(server, "403")], retries=TWICE)),
-    "reset": lambda server: first(HTTPDataset([of(server, "reset")], retries=TWICE)),
-    "late": lambda server: first(HTTPDataset([of(server, "stall")], retries=Retries(total_s=0.1))),
-    "circle": lambda server: first(HTTPDataset([of(server, "circle")], retries=TWICE)),
-    "no url": lambda _: first(HTTPDataset(["http://me:s3cret@:99999/x?sig=s3cret"], retries=TWICE)),
-    "elsewhere": lambda server: first(
-        HTTPDataset([server.url("number/7", fault="redirect", to="ftp://me:s3cret@h/?sig=s3cret")], retries=TWICE)
+    "status": lambda server: RemoteDataset(of(server))[0],
+    "awaited": lambda server: asyncio.run(RemoteDataset(of(server)).getitem(0)),
+    "range": lambda server: RemoteDataset([(of(server), 3, 5)])[0],
+    "no range": lambda server: RemoteDataset([(of(server), 5, 3)]),
+    "gone": lambda server: RemoteDataset(of(server, "404"))[0],
+    "refused": lambda server: RemoteDataset(of(server, "403"))[0],
+    "too large": lambda server: RemoteDataset(of(server, ""), max_bytes=1)[0],
+    "no place": lambda _: RemoteDataset("ftp://me:s3cret@host/x?sig=s3cret"),
+    "no server": lambda _: RemoteDataset("http://me:s3cret@127.0.0.1:1/x?sig=s3cret", **ONCE)[0],
+    "shards": lambda server: TarShards(of(server)),
+    "rows": lambda server: ParquetDataset(of(server)),
+    "no rows": lambda server: ParquetDataset(of(server, "")),
+    "worker": lambda server: next(
+        iter(DataLoader(RemoteDataset(of(server)), num_workers=1, multiprocessing_context="forkserver"))
     ),
-    "shards": lambda server: iterated(TarShards([of(server)], retries=TWICE)),
-    "indexed shards": lambda server: IndexedTarShards([of(server)], retries=TWICE),
-    "tokens": lambda server: TokenBlocks([of(server)], 4, dtype="u1", retries=TWICE),
-    "rows": lambda server: ParquetDataset([of(server)], retries=TWICE),
-    "no rows": lambda server: ParquetDataset([of(server, "")], retries=TWICE),
-    "worker": lambda server: next(iter(DataLoader(HTTPDataset([of(server)], retries=TWICE), num_workers=1))),
-    "store": lambda _: first(
-        ObjectStoreDataset("http://me:s3cret@127.0.0.1:1/x?sig=s3cret", ["k"], retries=TWICE)
-    ),
-    "listing": lambda _: ObjectStoreDataset("http://me:s3cret@127.0.0.1:1/x?sig=s3cret", retries=TWICE),
-    "fsspec": lambda server: first(
-        FsspecDataset(of(server).partition("number")[0] + "number", [of(server, "400").rpartition("/")[2]])
-    ),
-    "fsspec, tried again": lambda server: first(
-        FsspecDataset(of(server).partition("number")[0] + "number", [of(server).rpartition("/")[2]], retries=TWICE)
-    ),
-    "fsspec, gone": lambda server: first(
-        FsspecDataset(of(server).partition("number")[0] + "number", ["gone?sig=s3cret"], retries=TWICE)
-    ),
-    "rows through fsspec": lambda _: ParquetDataset(["ftp://me:s3cret@127.0.0.1:1/a.parquet?sig=s3cret"]),
-    "cache": lambda server: FsspecDataset("simplecache::" + of(server)),
-}  # fmt: skip
+    "listing": lambda _: list_urls("http://me:s3cret@127.0.0.1:1/x?sig=s3cret", **ONCE),
+}
 
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_no_error_and_no_log_has_a_secret(
     fault_server: FaultServer, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the message, nor what it was raised for, nor the lines about tries."""
+    """Neither the message, nor what it was raised for, nor a line of the log."""
     caplog.set_level(logging.DEBUG, "asyncloader")
     with pytest.raises(Exception) as found:
         FAILURES[kind](fault_server)
@@ -145,9 +91,8 @@ def test_no_error_and_no_log_has_a_secret(
     assert "s3cret" not in caplog.text
 
 
-async def test_the_secrets_reach_the_server(fault_server: FaultServer) -> None:
+def test_the_secrets_reach_the_server(fault_server: FaultServer) -> None:
     """What is left out of errors is not left out of requests."""
     url = fault_server.url("number/7", fault="500", times=1).replace("http://", "http://me:s3cret@") + QUERY
-    async with HTTPDataset([url], retries=TWICE) as dataset:
-        assert await dataset[0]
+    assert RemoteDataset(url)[0]
     assert fault_server.headers()["authorization"] == "Basic bWU6czNjcmV0"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, DataLoader
-from asyncloader.datasets import FetchError, Retries, TokenBlocks
+from asyncloader.datasets import FetchError, TokenBlocks
 from asyncloader.datasets import tokens as datasets_tokens
 from asyncloader.datasets.tokens import Layout
-from tests import inside
 from tests.nursery import Program
 from tests.services.fault_server import FaultServer
-from tests.services.s3 import KEYS, put
 
 pytestmark = pytest.mark.on_threads
 
-BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DOCUMENTS = [7, 0, 1, 12, 3]  # tokens in each
 
@@ -211,56 +207,6 @@ def test_it_travels_by_its_paths(paths: list[Path], start_method: str) -> None:
     assert batch.tolist() == ACROSS
 
 
-@pytest.mark.usefixtures("stream_of_the_portal")
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_blocks_over_http_come_in_one_request(server: FaultServer, num_workers: int) -> None:
-    """The blocks of a batch in one request; each comes once; what breaks is asked for again."""
-    urls = [server.url(name) for name in FILES]
-    dataset = TokenBlocks(urls, 4, retries=BRISK)
-    before = server.seen()["requests"]
-    (batch,) = DataLoader(dataset, batch_size=6, num_workers=num_workers)
-    assert batch.tolist() == ACROSS
-    assert server.seen()["requests"] - before == 2  # one for each file that has blocks
-    broken = TokenBlocks([server.url("0.bin", fault="cut", times=3)], 4, dtype="uint16", retries=BRISK)
-    loader = DataLoader(broken, batch_size=2, shuffle=True, num_workers=num_workers, drop_last=False)
-    assert Counter(tuple(row) for batch in loader for row in batch.tolist()) == Counter(map(tuple, ACROSS[:5]))
-
-
-async def test_blocks_of_ranges_have_memory_of_their_own(server: FaultServer) -> None:
-    """Also those that overlap, one that comes twice, and a single sample."""
-    dataset = TokenBlocks(server.url("0.bin"), 5, stride=4, dtype="uint16", retries=BRISK)
-    async with dataset:
-        first, second, again = await dataset.__getitems__([0, 1, 1])  # type: ignore[misc]
-        assert torch.stack([first, second, again]).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [4, 5, 6, 7, 8]]
-        first.zero_()
-        again.zero_()
-        assert second.tolist() == [4, 5, 6, 7, 8]
-        (await dataset[0]).zero_()  # type: ignore[misc]
-
-
-async def test_a_file_that_changes_on_its_server_is_an_error(server: FaultServer) -> None:
-    """Its tag is another one than at construction."""
-    dataset = TokenBlocks([server.url("0.bin")], 4, dtype="uint16", retries=BRISK)
-    versions = inside.versions(dataset)
-    versions[0] = versions[0]._replace(tag='"before"')
-    async with dataset:
-        with pytest.raises(FetchError, match="was changed since this dataset was made"):
-            await dataset[0]  # type: ignore[misc]
-
-
-@pytest.mark.usefixtures("threads_of_obstore")
-def test_blocks_in_an_object_store_are_read(s3: str) -> None:
-    """By documents, from S3; asked at construction by a process of its own, which this one need not be."""
-    for name, data in CONTENT.items():
-        put(f"{s3}/pictures/tokens/{name}", data)
-    urls = [f"s3://pictures/tokens/{name}" for name in FILES]
-    options: dict[str, Any] = {"config": {"endpoint": s3, "region": "us-east-1", **KEYS}}
-    dataset = TokenBlocks(urls, 4, by_document=True, pad=0, client_options={"allow_http": True}, **options)
-    loader = DataLoader(dataset, batch_size=3, num_workers=1, multiprocessing_context="forkserver")
-    found = [row for batch in loader for row in batch.tolist()]
-    assert found == [[*block, 0, 0, 0][:4] for block in BY_DOCUMENT]
-
-
 @pytest.mark.parametrize("scanned", [1, 3, 1 << 22])
 @pytest.mark.parametrize("header_bytes", [0, 4])
 def test_documents_of_flat_files_end_with_a_token(
@@ -325,8 +271,8 @@ def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None
     (folder / "1.idx").write_bytes(index_bytes([5], "int32"))
     with pytest.raises(ConfigurationError, match=r"of one dtype, but got uint16 in .*0.idx, int32 in .*1.idx"):
         TokenBlocks([folder / "0.bin", folder / "1.bin"], 4)
-    with pytest.raises(ConfigurationError, match="which have to be local for that, and http"):
-        TokenBlocks("http://localhost/0.bin", 4, dtype="uint16", by_document=True, end_of_text=3)
+    with pytest.raises(ConfigurationError, match=r"s3://bucket/0.bin: TokenBlocks reads local files"):
+        TokenBlocks("s3://bucket/0.bin", 4, dtype="uint16")
     with pytest.raises(ConfigurationError, match="there are no files"):
         TokenBlocks([], 4)
     with pytest.raises(FileNotFoundError):

@@ -20,14 +20,12 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import asyncloader
 from asyncloader import DataLoader
-from asyncloader.datasets import ArrayDataset
 from asyncloader.engine.finisher import Finisher
 from asyncloader.run import equal_steps
 from asyncloader.run.device_iterator import on_device
@@ -223,11 +221,11 @@ class Pinning(WorkerIterator[Any]):
         return Finisher(loop, Pins(lambda batch: batch.clone()))
 
 
-class Rows(ArrayDataset):
+class Rows(TensorDataset):
     """Its batches are gathered by the array of their indices."""
 
     def __init__(self) -> None:
-        super().__init__(np.arange(4))
+        super().__init__(torch.arange(4))
 
 
 class Awaited(Counting):

@@ -16,7 +16,6 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError
-from asyncloader.datasets import TarShards
 from asyncloader.testing import assert_resumable
 from tests import effort, inside
 from tests.faults.test_deaths import DEATHS
@@ -400,37 +399,6 @@ def test_who_is_not_replaced(kind: Any, options: dict[str, Any], words: str, fol
     found += [number for batch in iterator for number in batch.tolist()]
     assert set(range(0, LENGTH, 2)) <= set(found)
     assert len(set(found)) == len(found)
-
-
-def test_tar_shards_go_on(folder: Path) -> None:
-    """Our own stream provides its state."""
-    import io
-    import tarfile
-
-    for shard in range(4):
-        with tarfile.open(folder.parent / f"{shard}.tar", "w") as archive:
-            for sample in range(20):
-                member = tarfile.TarInfo(f"{shard:02}{sample:02}.txt")
-                member.size = 4
-                archive.addfile(member, io.BytesIO(f"{shard:02}{sample:02}".encode()))
-    shards = [str(folder.parent / f"{shard}.tar") for shard in range(4)]
-
-    def decode(sample: dict[str, Any]) -> int:
-        number = int(sample["txt"])
-        with contextlib.suppress(FileNotFoundError):
-            (folder / str(number)).unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return number
-
-    def epoch() -> list[Any]:
-        loader: DataLoader[Any] = DataLoader(TarShards(shards, decode=decode), batch_size=4, num_workers=2)  # type: ignore[arg-type]
-        return [plain(batch) for batch in loader]
-
-    expected = epoch()
-    assert len(expected) == 20
-    plan(folder, "7", "112", "213")
-    assert epoch() == expected
-    assert not list(folder.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------- errors in streams

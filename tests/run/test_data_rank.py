@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, ChainDataset, DistributedSampler, IterableDataset, Sampler
 
 from asyncloader import ConfigurationError, DataLoader, StateMismatchError, sample_rng
-from asyncloader.datasets import TarShards
 from asyncloader.run.data_rank import data_rank
 from asyncloader.samplers import ElasticSampler, LengthBatchSampler, MixtureSampler
 from tests import inside
@@ -127,14 +126,6 @@ def test_streams() -> None:
     assert rank_of(ChainDataset([Stream(rank=2, world_size=4)])) == 2
     assert rank_of(Stream(rank=2)) == 0
     assert rank_of(Stream()) == 0
-
-
-def test_tar_shards() -> None:
-    """They divide themselves, as they are told or as the process group says: here there is none."""
-    for part, told in (((2, 4), {"rank": 2, "world_size": 4}), ((0, 1), {})):
-        shards = TarShards(["a.tar"], **told)  # type: ignore[arg-type]
-        assert (shards.rank, shards.world_size) == part
-        assert rank_of(shards) == part[0]
 
 
 def test_as_the_user_says() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, StackDataset, Subset
 
 from asyncloader import DataLoader, sample_rng, sample_seed
-from asyncloader.datasets import CachedDataset, FileDataset, ImageFolder
+from asyncloader.datasets import CachedDataset
 from asyncloader.seeding.generators import left_alone
 from asyncloader.testing import assert_reproducible, assert_resumable
 
@@ -256,27 +255,6 @@ def test_samples_that_turn_out_to_be_awaitables() -> None:
 
     expected = samples(Wrapper(), batch_size=1, num_workers=1)
     assert samples(Wrapper(), batch_size=5, num_workers=2) == expected
-
-
-def test_files_are_read_at_the_same_time_and_decoded_in_turn(tmp_path: Path) -> None:
-    """So random transforms are the same with any number of workers, and threads."""
-    for number in range(LENGTH):
-        (tmp_path / f"{number % 2}").mkdir(exist_ok=True)
-        (tmp_path / f"{number % 2}" / f"{number}.png").write_bytes(bytes([number]))
-
-    def decode(data: bytes, path: Path) -> Any:
-        return (data[0], *draw())
-
-    def of(threads: int, **options: Any) -> list[Any]:
-        files = FileDataset(tmp_path, decode, threads=threads)
-        images = ImageFolder(tmp_path, lambda image: (*image, *draw()), decode=decode, threads=threads)
-        found = samples(images, batch_size=4, **options)
-        assert [(number, *drawn[:4]) for (number, *drawn), _ in found] == samples(files, batch_size=3)
-        return [image for image, _ in found]
-
-    expected = of(1, num_workers=0)
-    assert of(4, num_workers=0) == of(1, num_workers=2) == of(0, num_workers=0) == of(4, num_workers=2) == expected
-    assert len({number for sample in expected for number in sample[1:]}) == 2 * LENGTH * 8
 
 
 def test_transforms_after_a_cache_draw_the_same_whether_it_had_the_sample() -> None:

@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
-# Installs the servers that tests start by themselves, where they are missing: nginx and PostgreSQL, from Debian's packages.
-# Nothing of it is left running.
+# Installs the server that tests start by themselves, where it is missing: PostgreSQL, from Debian's packages. Nothing of
+# it is left running.
 set -euo pipefail
-PATH=$PATH:/usr/sbin
 
 missing=()
-command -v nginx >/dev/null || missing+=(nginx-light)
 compgen -G '/usr/lib/postgresql/*/bin/postgres' >/dev/null || command -v postgres >/dev/null || missing+=(postgresql)
 [ ${#missing[@]} -eq 0 ] && exit 0
 

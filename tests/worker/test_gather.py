@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader import DataLoader
-from asyncloader.datasets import ArrayDataset
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.transport.whole import Whole
 from asyncloader.worker.gather import is_in_memory
@@ -98,8 +96,6 @@ GATHERED: dict[str, Callable[[], Any]] = {
     "stacked": lambda: StackDataset(tensors(), tensors(100)),
     "stacked by name": lambda: StackDataset(a=tensors(), b=Subset(tensors(100, 30), range(5, 25))),
     "a subset of stacked": lambda: Subset(StackDataset(a=tensors(), b=StackDataset(tensors(7))), [3, 1, -1]),
-    "arrays": lambda: ArrayDataset(np.arange(60.0).reshape(20, 3), np.arange(20)[::-1]),
-    "several of arrays": lambda: ConcatDataset([ArrayDataset(np.arange(6)), ArrayDataset(np.arange(60, 66))]),
 }
 
 FETCHED: dict[str, Callable[[], Any]] = {
@@ -337,15 +333,6 @@ def test_a_run_goes_on_from_a_state(num_workers: int) -> None:
     second = loader()
     second.load_state_dict(state)
     assert_same(begun + [batch for _ in range(2) for (batch,) in second], expected)
-
-
-def test_mapped_arrays(tmp_path: Path) -> None:
-    """Are gathered out of the file."""
-    np.save(tmp_path / "rows.npy", np.arange(60_000).reshape(20, 3000))
-    dataset = ArrayDataset(np.load(tmp_path / "rows.npy", mmap_mode="r"))
-    for num_workers in (0, 1):
-        batches = [batch for (batch,) in DataLoader(dataset, 8, num_workers=num_workers)]
-        assert torch.equal(torch.cat(batches), torch.arange(60_000).view(20, 3000))
 
 
 class Collated(Dataset[Any]):

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import io
 import json
 import random
-import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,6 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from asyncloader import DataLoader, StateMismatchError
-from asyncloader.datasets import TarShards
 from asyncloader.samplers import (
     BalancedBatchSampler,
     BlockShuffleSampler,
@@ -36,9 +33,6 @@ from tests import generators
 from tests.faults.chaos.chaotic import Drawing
 from tests.faults.chaos.left import nothing_left
 from tests.faults.chaos.sampling import unpacked
-
-SHARDS = 6
-IN_A_SHARD = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +49,9 @@ class Configuration:
         ranks: How many ranks share the data.
         rank: Whose share it is.
         changed: How many weights, lengths or blocks differ from those of other configurations.
-        window: Of samplers that look at so many samples at a time; whether streams shuffle.
+        window: Of samplers that look at so many samples at a time.
         inner: Of a batch sampler by length, the kind of the sampler in it: "", "ElasticSampler" or
             "BlockShuffleSampler".
-        shards: Which shards a stream reads, in order.
         num_workers: May differ.
     """
 
@@ -73,7 +66,6 @@ class Configuration:
     changed: int
     window: int
     inner: str
-    shards: tuple[int, ...]
     num_workers: int
 
     @classmethod
@@ -81,7 +73,7 @@ class Configuration:
         """Draw a configuration."""
         ranks = chance.choice([1, 2, 4])
         return cls(
-            kind=chance.choice([*KINDS, "TarShards", "LengthBatchSampler"]),
+            kind=chance.choice([*KINDS, "LengthBatchSampler"]),
             length=chance.choice([300, 301, 600]),
             batch_size=chance.choice([5, 10, 20]),
             drop_last=chance.random() < 0.3,
@@ -92,7 +84,6 @@ class Configuration:
             changed=0,
             window=chance.choice([20, 50]),
             inner=chance.choice(["", "ElasticSampler", "BlockShuffleSampler"]),
-            shards=tuple(range(SHARDS)),
             num_workers=chance.choice([0, 0, 0, 0, 1]),
         )
 
@@ -100,10 +91,6 @@ class Configuration:
         """Return the configuration with another value of one attribute."""
         if name == "changed":
             return dataclasses.replace(self, changed=chance.choice([1, 2, 40]))
-        if name == "shards":
-            shards = list(self.shards)
-            chance.shuffle(shards)
-            return dataclasses.replace(self, shards=tuple(shards[: chance.choice([SHARDS, SHARDS - 2])]))
         if name == "ranks":
             ranks = chance.choice([1, 2, 3, 8])
             return dataclasses.replace(self, ranks=ranks, rank=min(self.rank, ranks - 1))
@@ -121,8 +108,6 @@ class Configuration:
 
     def data(self, folder: Path) -> dict[str, Any]:
         """Return the arguments of a loader over what it reads."""
-        if self.kind == "TarShards":
-            return {"dataset": self._stream(folder), "batch_size": self.batch_size, "drop_last": self.drop_last}
         dataset = Drawing(self.length, "sample_rng", {}, folder)
         made = KINDS[self.kind].make(self)
         if self.kind.endswith("BatchSampler"):
@@ -132,19 +117,7 @@ class Configuration:
 
     def make(self, folder: Path) -> DataLoader[Any]:
         """Make the loader of the configuration."""
-        seeding = "worker" if self.kind == "TarShards" else self.seeding
-        return DataLoader(**self.data(folder), seeding=seeding, num_workers=self.num_workers)
-
-    def _stream(self, folder: Path) -> TarShards[Any]:
-        return TarShards(
-            [folder / f"{shard}.tar" for shard in self.shards],
-            _number,
-            shuffle_shards=self.window == 50,
-            shuffle_buffer=self.window if self.drop_last else 0,
-            seed=self.seed,
-            rank=self.rank,
-            world_size=self.ranks,
-        )
+        return DataLoader(**self.data(folder), seeding=self.seeding, num_workers=self.num_workers)
 
     def places(self) -> Any:
         """Return the places at which something differs: seldom the same two."""
@@ -251,17 +224,10 @@ KINDS = {
         (*_ELASTIC, "changed", "changed", "window", "inner", "inner"),
         is_elastic=True,
     ),
-    "TarShards": Kind(
-        lambda c: None, ("seed", "ranks", "rank", "window", "drop_last", "shards", "shards", "batch_size")
-    ),
 }
 
-OF_SAMPLERS = tuple(kind for kind in KINDS if kind != "TarShards")
+OF_SAMPLERS = tuple(KINDS)
 OF_ELASTIC = tuple(kind for kind in KINDS if KINDS[kind].is_elastic)
-
-
-def _number(sample: dict[str, Any]) -> tuple[int, float]:
-    return int(sample["__key__"]), 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,8 +259,7 @@ class Plan:
         loading = saved
         for name in differing:
             loading = loading.varied(chance, name)
-        if saved.kind != "TarShards":  # a stream is resumed by as many workers
-            loading = dataclasses.replace(loading, num_workers=chance.choice([0, 0, 0, 1, 2]))
+        loading = dataclasses.replace(loading, num_workers=chance.choice([0, 0, 0, 1, 2]))
         if place == "here":
             saved = dataclasses.replace(saved, num_workers=0)
             loading = dataclasses.replace(loading, num_workers=0)
@@ -311,8 +276,6 @@ class Plan:
         """
         with tempfile.TemporaryDirectory(prefix="chaos-") as name, nothing_left():
             folder = Path(name)
-            if self.saved.kind == "TarShards":
-                write_shards(folder)
             state, rest = self._save(self.saved, folder)
             if self.share > 1:  # a new epoch is that of any rank
                 anew = dataclasses.replace(self.saved, rank=self.loading.rank, ranks=self.loading.ranks)
@@ -411,13 +374,3 @@ def digest(batch: Any) -> tuple[list[int], list[float]]:
     if isinstance(batch[0], int):
         return batch, []
     return batch[0].tolist(), batch[1].tolist()
-
-
-def write_shards(folder: Path) -> None:
-    """Write the shards of a stream."""
-    for shard in range(SHARDS):
-        with tarfile.open(folder / f"{shard}.tar", "w") as file:
-            for number in range(IN_A_SHARD):
-                info = tarfile.TarInfo(f"{shard * IN_A_SHARD + number}.txt")
-                info.size = 1
-                file.addfile(info, io.BytesIO(b"x"))

@@ -1,9 +1,26 @@
-"""Import clients that are installed on demand, and say which extra brings them where they are missing."""
+"""The error of data that do not come, and the one for what is not installed."""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
+
+from asyncloader.errors import AsyncLoaderError
+
+MAX_BYTES = 1 << 30
+"""The most that a sample has, unless a dataset is told otherwise."""
+
+
+class FetchError(AsyncLoaderError, OSError):
+    """A file or object did not come whole, for a reason other than that it is not there or may not be read."""
+
+
+def too_large(what: str, max_bytes: int) -> FetchError:
+    """Return the error for a sample that has more bytes than it may have."""
+    return FetchError(
+        f"{what}: larger than {max_bytes:,} bytes, which is the most that a sample may have. If that is right, give "
+        "the dataset a larger max_bytes"
+    )
 
 
 def require(module: str, extra: str, user: str) -> ModuleType:

@@ -1,0 +1,300 @@
+"""The samples of tar files by number, in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from asyncloader.checks import at_least
+from asyncloader.datasets.apart import run_apart
+from asyncloader.datasets.decoding import Decoder
+from asyncloader.datasets.errors import MAX_BYTES, too_large
+from asyncloader.datasets.kept_blocks import KeptBlocks
+from asyncloader.datasets.numbers import counted
+from asyncloader.datasets.source import Range, Source, Version, listed, path_of
+from asyncloader.datasets.tar import RawSample, find_samples, read_sample
+from asyncloader.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T_co = TypeVar("T_co", covariant=True)
+
+log = logging.getLogger("asyncloader")
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_FORMAT = 3
+
+
+class TarShards(Dataset[T_co]):
+    """Serve the samples of tar files by number: a map-style dataset, for any sampler.
+
+    The layout is `WebDataset <https://github.com/webdataset/webdataset>`_'s: ``shard-0003.tar`` holds ``a/17.jpg``,
+    ``a/17.cls``, ``a/18.jpg``, ... The files of a sample have the same name up to the first dot after the last slash,
+    and follow each other.
+
+    To make the dataset, each shard is looked through once, header by header; where the samples are is kept in a folder
+    of the user's cache, for this version of the shard. Remote shards are looked through by a process of their own.
+
+    A random order over shards that lie on disks or elsewhere costs a read for each sample. A
+    :class:`~asyncloader.samplers.BlockShuffleSampler` over `block_sizes`, with `cache_bytes` for a window of blocks,
+    reads block by block.
+
+    Args:
+        paths: The shards: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``), one text or many; braces are
+            expanded: ``"train-{000..123}.tar"``. Compressed shards cannot be read by number.
+        decode: Makes a sample of a dict with the content of each file by its extension, in lower case, the common name
+            under ``"__key__"`` and the shard under ``"__url__"``; without it the dict is the sample.
+        index: The folder in which it is kept where samples are; None for ``~/.cache/asyncloader/tar``
+            (``$XDG_CACHE_HOME``).
+        cache_bytes: How many bytes of blocks each worker keeps; 0 reads samples and not blocks.
+        block_bytes: How large a block is.
+        store: A store of obstore's, in which the paths are names of objects.
+        max_bytes: How large a sample may be in its shard, headers included.
+        store_options: As for :class:`~asyncloader.datasets.RemoteDataset`.
+
+    Attributes:
+        paths: The shards, braces expanded.
+        block_sizes: How many samples there are in each block: for a BlockShuffleSampler. An array of int64.
+
+    Raises:
+        ConfigurationError: No shards or no samples were found, a shard is compressed, or an argument is invalid.
+        FileNotFoundError: A shard is not there.
+        FetchError: A shard is damaged or cut off; it has a link, a sparse file, or a sample with two files of one
+            extension or that is too large; or it does not come.
+        ImportError: obstore, which urls need, is not installed (``asyncloader[remote]``).
+
+    A sample raises :class:`FetchError` if its shard was changed since the dataset was made. Do not take ``"__key__"``
+    for a safe path of your own if you have not packed the shard yourself.
+
+    Example:
+        ::
+
+            dataset = TarShards("train-{000..123}.tar", decode)
+            loader = DataLoader(dataset, batch_size=32, sampler=ElasticSampler(dataset), num_workers=4)
+    """
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        decode: Callable[[RawSample], T_co] | None = None,
+        *,
+        index: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 0,
+        block_bytes: int = 1 << 22,
+        store: ObjectStore | None = None,
+        max_bytes: int = MAX_BYTES,
+        **store_options: Any,
+    ) -> None:
+        for name, number, least in (("max_bytes", max_bytes, 1), ("cache_bytes", cache_bytes, 0)):
+            at_least(name, number, least=least)
+        at_least("block_bytes", block_bytes, least=512)
+        self.paths = [each for path in listed(paths) for each in expanded(path)]
+        self.decode, self.max_bytes = decode, max_bytes
+        self.cache_bytes, self.block_bytes = cache_bytes, block_bytes
+        self._decoder = Decoder(decode)
+        self._source = Source(store, store_options)
+        self._source.check(self.paths, "TarShards")
+        for path in self.paths:
+            if path.endswith((".gz", ".tgz", ".zst")):
+                raise ConfigurationError(f"{path}: is compressed, and can be read from its beginning only")
+        self.is_remote = not all(map(self._source.is_local, self.paths))
+        folder = _cache() if index is None else Path(index)
+        indexed = run_apart(index_shards, self._source, self.paths, folder, max_bytes) if self.is_remote else None
+        self._versions, spans = indexed or index_shards(self._source, self.paths, folder, max_bytes)
+        self._spans = np.concatenate(spans)
+        if not len(self):
+            raise ConfigurationError(
+                f"there is no sample in {len(spans)} shards, the first of which is {self.paths[0]}"
+            )
+        self._firsts = np.cumsum([0, *map(len, spans)])  # the first sample of each shard
+        numbers = np.repeat(np.arange(len(spans)), np.diff(self._firsts))
+        blocks = self._spans[:, 0] // block_bytes
+        begins = np.flatnonzero(np.diff(blocks, prepend=-1).astype(bool) | np.diff(numbers, prepend=-1).astype(bool))
+        self._blocks = np.append(begins, len(self))  # the first sample of each block
+        self._kept: KeptBlocks[memoryview] = KeptBlocks(cache_bytes, len)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @property
+    def block_sizes(self) -> NDArray[np.int64]:
+        """How many samples there are in each block."""
+        return np.diff(self._blocks)
+
+    def __getitem__(self, index: int) -> T_co:
+        """Read and decode one sample."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
+        """Read and decode the samples of a batch."""
+        numbers = counted(indices, len(self), "sample")
+        wanted, kept = self._wanted(numbers)
+        contents = self._cut(self._source.read_ranges(wanted), kept, numbers)
+        return [self._decoder(sample, sample["__key__"]) for sample in self._samples(contents, numbers)]
+
+    def __iter__(self) -> Iterator[T_co]:
+        return map(self.__getitem__, range(len(self)))
+
+    async def getitems(self, indices: Sequence[int]) -> list[T_co]:
+        """Read and decode the samples of a batch, without blocking the loop."""
+        numbers = counted(indices, len(self), "sample")
+        wanted, kept = self._wanted(numbers)
+        contents = self._cut(await self._source.read_ranges_async(wanted), kept, numbers)
+        samples = self._samples(contents, numbers)
+        return [await self._decoder.call_async(sample, sample["__key__"]) for sample in samples]
+
+    def _wanted(self, numbers: NDArray[np.int64]) -> tuple[list[Range], dict[int, memoryview | None]]:
+        """Return what is to be read for some samples, and the blocks that have them: None for those to be read.
+
+        Without a cache there are no blocks, and samples are read.
+        """
+        if not self.cache_bytes:
+            return self._ranges(numbers, numbers), {}
+        blocks = {block: self._kept.get(block) for block in np.unique(self._block_of(numbers)).tolist()}
+        missing = [block for block, content in blocks.items() if content is None]
+        return self._ranges(self._blocks[missing], self._blocks[1:][missing] - 1), blocks
+
+    def _ranges(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> list[Range]:
+        """Return the stretches from one sample to another one of the same shard."""
+        shards = (np.searchsorted(self._firsts, first, side="right") - 1).tolist()
+        starts, stops = self._spans[first, 0].tolist(), self._spans[last, 1].tolist()
+        return [
+            Range(self.paths[shard], start, stop, self._versions[shard])
+            for shard, start, stop in zip(shards, starts, stops, strict=True)
+        ]
+
+    def _block_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._blocks, numbers, side="right") - 1
+
+    def _cut(
+        self, contents: list[memoryview], blocks: dict[int, memoryview | None], numbers: NDArray[np.int64]
+    ) -> Iterator[memoryview]:
+        """Return the bytes of each sample, out of blocks if there are any. These are kept, as far as there is room."""
+        if not self.cache_bytes:
+            return iter(contents)
+        read = iter(contents)
+        whole = {block: next(read) if content is None else content for block, content in blocks.items()}
+        for block, content in whole.items():
+            self._kept.keep(block, content)
+        of_samples = self._block_of(numbers)
+        spans = self._spans[numbers] - self._spans[self._blocks[of_samples], 0][:, None]
+        return (
+            whole[block][start:stop] for block, (start, stop) in zip(of_samples.tolist(), spans.tolist(), strict=True)
+        )
+
+    def _samples(self, contents: Iterator[memoryview], numbers: NDArray[np.int64]) -> Iterator[RawSample]:
+        shards = np.searchsorted(self._firsts, numbers, side="right") - 1
+        return map(read_sample, contents, (self.paths[shard] for shard in shards.tolist()))
+
+
+def expanded(path: str) -> list[str]:
+    """Return the paths that braces stand for: ``{000..123}`` for numbers, ``{a,b}`` for words."""
+    parts = _BRACES.split(path)
+    choices = [_choices(part) if at % 2 else [part] for at, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def _choices(inside: str) -> list[str]:
+    first, dots, last = inside.partition("..")
+    if dots and first.isdigit() and last.isdigit():
+        width = len(first) if first.startswith("0") or last.startswith("0") else 0
+        return [f"{number:0{width}}" for number in range(int(first), int(last) + 1)]
+    return inside.split(",") if "," in inside else [f"{{{inside}}}"]
+
+
+# --------------------------------------------------------------------------------------------------------- index files
+
+
+def index_shards(
+    source: Source, paths: Sequence[str], folder: Path, max_bytes: int
+) -> tuple[list[Version], list[NDArray[np.int64]]]:
+    """Return the version of each shard, and where its samples are: looked up, or found out and kept.
+
+    One process of the machine at a time makes the indices that are missing; the others wait for it.
+    """
+    versions = [source.version(path) for path in paths]
+    places = [folder / _name(source, path) for path in paths]
+    spans = list(map(_load, places, versions))
+    if any(found is None for found in spans):
+        with _turn(folder):
+            for at, found in enumerate(spans):
+                if found is None and (found := _load(places[at], versions[at])) is None:
+                    found = find_samples(source, paths[at], versions[at])
+                    _save(places[at], versions[at], found)
+                spans[at] = found
+    indices = [found for found in spans if found is not None]
+    for path, found in zip(paths, indices, strict=True):
+        sizes = found[:, 1] - found[:, 0]
+        if len(sizes) and sizes.max() > max_bytes:
+            raise too_large(f"{path}, the sample from byte {found[sizes.argmax(), 0]:,} on", max_bytes)
+    return versions, indices
+
+
+def _name(source: Source, path: str) -> str:
+    name = os.path.abspath(path_of(path)) if source.is_local(path) else path
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".index"
+
+
+def _load(place: Path, version: Version) -> NDArray[np.int64] | None:
+    """Return an index; None if there is none of this version of its shard.
+
+    It is believed no more than its shard: all spans lie in there, in order.
+    """
+    head = _head(version)
+    try:
+        data = place.read_bytes()
+    except OSError:
+        return None
+    if not data.startswith(head) or (len(data) - len(head)) % 16:
+        return None
+    bounds = np.frombuffer(data, "<i8", offset=len(head)).astype(np.int64)
+    is_in_shard = not len(bounds) or (bounds[0] >= 0 and bounds[-1] <= version.size)
+    is_in_order = (bounds[::2] < bounds[1::2]).all() and (bounds[:-1] <= bounds[1:]).all()
+    return bounds.reshape(-1, 2) if is_in_shard and is_in_order else None
+
+
+def _head(version: Version) -> bytes:
+    said = f"asyncloader index {_FORMAT} of {version.size} bytes, {version.tag}\n".encode("utf-8", "surrogateescape")
+    return said.ljust(-(-len(said) // 8) * 8)
+
+
+def _save(place: Path, version: Version, spans: NDArray[np.int64]) -> None:
+    beside = place.with_name(f"{place.name}.{secrets.token_hex(4)}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_bytes(_head(version) + spans.astype("<i8").tobytes())
+            os.replace(beside, place)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("The index of a tar shard cannot be kept (%s): it will be made again by the next run.", error)
+
+
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Let one process at a time make indices in a folder, where there is a place to agree in."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(folder / ".lock", "wb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # The file stays: removed, it could be locked by one process while another one makes it anew.
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncloader", "tar")
