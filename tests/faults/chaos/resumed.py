@@ -173,7 +173,9 @@ class Plan:
         crews = [Crew.draw(chance, each, seeding, persistent=persistent, may_divide=may_divide) for each in places]
         shares_generators = how == "in a block" and any(crew.place in _SHARING for crew in crews)
         consumer = chance.choice(_consumers(sampling, generator, crews, shares_generators))
-        cuts = [Cut.draw(chance, _successors(consumer, shares_generators)) for _ in range(count)]
+        draws_on = sampling.disturbs_others(generator in ("the sampler's", "both"))
+        successors = _ELSEWHERE if draws_on else _successors(consumer, shares_generators)
+        cuts = [Cut.draw(chance, successors) for _ in range(count)]
         if shares_generators:
             cuts = [dataclasses.replace(cut, closes=True) for cut in cuts]
         may_die = {crew.place for crew in crews} == {"process"} and chance.random() < 0.3
@@ -252,6 +254,10 @@ def _consumers(sampling: Sampling, generator: str, crews: list[Crew], shares_gen
     if is_mixed:
         return ["nothing"]
     return ["nothing", "another loader", *["draws"] * (not shares_generators)]
+
+
+_ELSEWHERE = ["a new loader, generators elsewhere"]
+"""Who may go on with a sampler that draws from a global generator while it is read: where that is not put back."""
 
 
 def _successors(consumer: str, shares_generators: bool) -> list[str]:
