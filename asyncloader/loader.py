@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
+import sys
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch.utils.data
@@ -157,7 +158,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     _is_accelerate_prepared = AskedByAccelerate()
     worker_init_fn: Any = ReadByRay()
-    _newest: Callable[[], Any]
 
     @checked
     def __init__(
@@ -219,7 +219,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
         self.device, self.device_prefetch, self.device_transform = device, device_prefetch, device_transform
-        self._newest, self._runs = _nothing, Runs(is_in_step=self._loader_options().equal_steps is not None)
+        self._runs = Runs(is_in_step=self._loader_options().equal_steps is not None)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the signature of a subclass's ``__init__`` with ``**kwargs`` name our options.
@@ -280,9 +280,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.device is not None:
             from asyncloader.run.device_iterator import on_device
 
-            taken = on_device(taken, self.device, self.device_prefetch, self.device_transform, self._newest())
+            taken = on_device(taken, self.device, self.device_prefetch, self.device_transform, self._runs.iterator)
         if taken is not iterator:
-            self._newest = weakref.ref(taken)
+            self._runs.current.hand_on(taken)
         return cast("BaseIterator[T_co]", taken)
 
     def check_worker_number_rationality(self) -> None:
@@ -292,6 +292,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _begin_with_kept_workers(self) -> WorkerIterator[T_co] | None:
         """Begin a run with persistent workers; None if there are none, or closed ones, or those of another process."""
+        is_held = _count_holders(self) > _OWN_HOLDERS
         iterator: Any = self._iterator
         if not isinstance(iterator, _import_iterators()[1]):  # a subclass may use torch's
             return None
@@ -301,6 +302,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return None
         if not (options := self._loader_options(iterator.asked)).has_workers:
             return None
+        if is_held:
+            self._runs.current.warn_of_restart()
         iterator.begin_next(self, options)
         return cast("WorkerIterator[T_co]", iterator)
 
@@ -324,7 +327,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self.check_worker_number_rationality()
             iterator = worker_iterator(self, options, runs, wait_for_start=wait_for_start, state=state)
         runs.loaded = None
-        self._newest = weakref.ref(iterator)
         return iterator
 
     def remaining(self) -> int:
@@ -344,7 +346,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Each worker's copy of the dataset is told too, before the first sample of the next run, also in persistent
         workers, which would go on with the epoch that they know. So is a copy after ``dataset.set_epoch(...)``, where
         the dataset shows what it was told as its attribute ``epoch``. Inside torch's wrappers (Subset, ConcatDataset,
-        ChainDataset, StackDataset) datasets are found. A run that is resumed in its middle is of the epoch that it was.
+        ChainDataset, StackDataset) datasets are found. An epoch that is set after `load_state_dict`, and is not that of
+        the state, begins at its beginning.
 
         Args:
             epoch: Counted from 0.
@@ -463,17 +466,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self.num_workers = AutoWorkers(num_workers)
 
     def stats(self) -> LoaderStats:
-        """Return where the time of the newest run over the data went, or has gone so far: see `LoaderStats`.
+        """Return where the time of the current run over the data went, or has gone so far: see `LoaderStats`.
 
         Takes 20 us, may be called at any time and from any thread, also after the iterator is gone.
         """
         return (self._runs.meter or Meter(0, self.num_workers, 0)).stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the newest iterator is: as of the batches that it has yielded, whatever is made ahead.
+        """Return where the newest iterator that is alive is: as of the batches that it has yielded.
 
         Cheap enough to be called after every batch, and without effects. After the end of a run, as before the first,
-        it is a state from which the next run begins; after a ``break`` one from which that run goes on.
+        it is a state from which the next run begins; after a ``break`` one from which that run goes on. A look at a
+        batch beside a loop, ``next(iter(loader))``, changes nothing.
 
         Returns:
             Plain data, which goes through JSON if the states of your own objects do. A state never changes later.
@@ -482,6 +486,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter`` or ``aiter`` go on from a state, of this loader or one that was made alike.
+
+        Iterators that were begun before are closed.
 
         Args:
             state: A state from `state_dict`. An empty one resets the loader.
@@ -502,7 +508,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._note_num_workers(min(found, self._loader_options().most_waiting))
 
     def close(self) -> None:
-        """Close the newest iterator and wait until its workers are gone, 3 s at most. The timeline is written."""
+        """Close the newest iterator that is alive and wait until its workers are gone, 3 s at most.
+
+        The timeline is written.
+        """
         if (iterator := self._begun()) is not None:
             iterator.close()
         if (meter := self._runs.meter) is not None:
@@ -510,13 +519,22 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _begun(self) -> Any:
         """Return the newest iterator, or the one with the persistent workers, if that around it is gone already."""
-        if (iterator := self._newest()) is not None:
+        if (iterator := self._runs.iterator) is not None:
             return iterator
         kept: Any = self._iterator  # of torch's class, if a subclass makes that
         return kept if kept is not None and isinstance(kept, _import_iterators()[1]) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_newest": _nothing, "_runs": copy.copy(self._runs)}
+        return {**self.__dict__, "_runs": copy.copy(self._runs)}
+
+
+def _count_holders(loader: Any) -> int:
+    """Return how often the kept iterator is referred to, by this call and the loader as well."""
+    return sys.getrefcount(loader._iterator)
+
+
+_OWN_HOLDERS = _count_holders(SimpleNamespace(_iterator=object()))
+"""What that is if nobody else refers to it: the loop over it was left."""
 
 
 def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:
@@ -555,10 +573,6 @@ OPTIONS = {
     if name not in inspect.signature(torch.utils.data.DataLoader.__init__).parameters
 }
 """What :class:`DataLoader` takes beyond torch's arguments."""
-
-
-def _nothing() -> None:
-    """Stand in for a weak reference to an iterator that is not there."""
 
 
 def _backend(worker_backend: Any) -> Any:

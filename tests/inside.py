@@ -40,7 +40,7 @@ def runs(loader: Any) -> Runs:
 
 def newest_iterator(loader: Any) -> Any:
     """Return the latest iterator of a loader; None if there was none, or nobody keeps it."""
-    return loader._newest()
+    return loader._runs.iterator
 
 
 def iterator_of(kind: type[Any], loader: Any) -> Any:

@@ -168,11 +168,11 @@ def told(state: dict[str, Any]) -> set[int | None]:
 @pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_resumed_again_and_again(kind: str, num_workers: int, persistent: bool, part: Any) -> None:
-    """Each time by another program, that says nothing of epochs, or what is so already, or another one for later."""
+    """Each time by another program, that says nothing of epochs, or what is so already."""
     loader = make(kind, num_workers, persistent)
     loader.set_epoch(5)
     samples, state = part(loader, PART)
-    for says in (None, 5, 9, None):
+    for says in (None, 5, None, 5):
         assert told(state) == {5}
         loader = make(kind, num_workers, persistent)
         loader.load_state_dict(state)
@@ -185,6 +185,53 @@ def test_a_run_that_is_resumed_again_and_again(kind: str, num_workers: int, pers
     loader.load_state_dict(state)
     assert samples + rest_of_run(loader) == in_epoch(5)
     loader.close()
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("done", [PART, None])
+@pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_epoch_that_is_set_after_a_load_begins(
+    kind: str, num_workers: int, persistent: bool, done: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At its beginning, whatever the state is of: the middle of an epoch, or its last step. So do those after it."""
+    whole = len(in_epoch(5))
+    loader = make(kind, num_workers, persistent)
+    loader.set_epoch(5)
+    _, state = part_of_run(loader, done or whole)
+    assert state["position"]
+    loader = make(kind, num_workers, persistent)
+    loader.load_state_dict(state)
+    loader.set_epoch(6)
+    assert part_of_run(loader, PART)[0] == in_epoch(6)[:PART]
+    assert "Epoch 6 was set after a state was loaded that is of another epoch" in caplog.text
+    loader.set_epoch(7)
+    samples, state = part_of_run(loader, PART)
+    assert told(state) == {7}
+    other = make(kind, num_workers, persistent)
+    other.load_state_dict(state)
+    assert samples + rest_of_run(other) == in_epoch(7)
+    for each in (loader, other):
+        each.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_resumed_epoch_that_gives_nothing(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """One line says so, where the state is of the last step and nobody has set another epoch."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(range(8), batch_size=4, num_workers=num_workers)  # type: ignore[arg-type]
+
+    for number, _ in enumerate(loader := make()):
+        if number == 1:
+            state = loader.state_dict()
+    assert not caplog.records
+    other = make()
+    other.load_state_dict(state)
+    assert [len(list(other)), len(list(other))] == [0, 2]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "The loaded state was taken after the last batch of its epoch"
+    ]
 
 
 @pytest.mark.covering(1)

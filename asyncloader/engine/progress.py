@@ -15,6 +15,7 @@ refers to no iterator, and to no worker.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from array import array
 from collections import deque
@@ -28,6 +29,8 @@ from asyncloader.protocols import FollowsConsumers
 from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.weak import while_alive
+
+log = logging.getLogger("asyncloader")
 
 _MASK = (1 << 64) - 1
 _DIGESTS = 1 << 17
@@ -215,6 +218,15 @@ class Progress:
     def finished(self) -> bool:
         """Whether everything was taken, and a consumer knows it."""
         return self.end_is_known and not self.is_broken and not self.folded()[1]
+
+    def note_end(self) -> None:
+        """Note that a consumer is told that there is no more."""
+        is_first, self.end_is_known = not self.end_is_known, True
+        if is_first and 0 < self.began[0] == self.now.position:
+            log.warning(
+                "The loaded state was taken after the last batch of its epoch: what is left of that is nothing. The "
+                "next epoch begins with the next iterator."
+            )
 
     def begin_after(self, samplers: SamplerState) -> None:
         """Note where samplers were before the run."""

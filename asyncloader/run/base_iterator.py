@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import os
 import time
 import weakref
@@ -33,7 +34,10 @@ from asyncloader.run.checkpoint import Checkpointer, check
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.seeding_epochs import SeedingEpochs
+from asyncloader.run.set_epochs import Chosen
 from asyncloader.worker.data_pipes import one_walks, shard
+
+log = logging.getLogger("asyncloader")
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -88,6 +92,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         runs: The loader's; they are told of this iterator's runs.
     """
 
+    is_closed = False
+    """It was closed before its end, or has been given up by a `load_state_dict` of its loader."""
     _last_turn = 0.0
     _last_warned = 0
     _meter: Meter
@@ -131,7 +137,14 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             iterate()
             return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed, self._num_yielded)
 
-        start = begin(self._options, state, self._runs, draw, prepare=prepare, last=last)
+        begin_run = partial(begin, self._options, runs=self._runs, draw=draw, last=last)
+        if state is not None and (chosen := self._runs.set_epochs.of_another(state, self._options)) is not None:
+            left = self._leave_epoch(begin_run(state, prepare=prepare), chosen)
+            prepare = None if self._options.persistent_workers else prepare  # which keep the seed
+            start = begin_run(None, prepare=prepare, left=left)
+        else:
+            start = begin_run(state, prepare=prepare)
+        self._runs.current.hand_on(self)
         self._checkpointer = start.checkpointer
         start.plan.end_with(self)
         if self._options.seeds_here:
@@ -140,6 +153,22 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         self._shared_seed = start.checkpointer.shared_seed
         self._sampler_iter = start.plan
         self._num_yielded = start.checkpointer.progress.now.position
+        return start
+
+    def _leave_epoch(self, start: RunStart, chosen: Chosen) -> RunStart:
+        """Leave a run that was resumed, as another epoch was set since its state was loaded: that begins now."""
+        start.plan.leave()
+        made = start.checkpointer
+        self._base_seed = made.base_seed
+        self._runs.set_epochs.choose(chosen, self._options)
+        epochs = [each for each in (*chosen.samplers, *chosen.dataset) if each is not None]
+        log.warning(
+            "Epoch %d was set after a state was loaded that is of another epoch, after %d batches of that. Epoch %d "
+            "begins at its beginning. To go on in the middle of the other epoch, set that one, or none.",
+            epochs[0],
+            made.progress.now.position,
+            epochs[0],
+        )
         return start
 
     def _worker_spec(self) -> WorkerSpec:
@@ -204,6 +233,10 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         self._runs.set_epochs.note_load(self._options)
         self._restart(loader, copy.deepcopy(state))
 
+    def leave(self) -> None:
+        """End the run as `close` does, without waiting for it."""
+        raise NotImplementedError
+
     def _restart(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         raise NotImplementedError
 
@@ -218,7 +251,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             if error is None and self._IterableDataset_len_called is not None:
                 self.check_length()
         except StopIteration:
-            self._checkpointer.progress.end_is_known = True
+            self._checkpointer.progress.note_end()
             call.item = None
             raise
         except BaseException:
@@ -244,7 +277,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             if error is None and self._IterableDataset_len_called is not None:
                 self.check_length()
         except StopAsyncIteration:
-            self._checkpointer.progress.end_is_known = True
+            self._checkpointer.progress.note_end()
             call.item = None
             raise
         except BaseException:

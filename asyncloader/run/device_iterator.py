@@ -154,7 +154,7 @@ class LoaderSource:
     def end(self) -> None:
         """Note that a consumer has been told of the end."""
         self.meter.log_summary()
-        self._iterator._checkpointer.progress.end_is_known = True
+        self._iterator._checkpointer.progress.note_end()
 
     def close(self) -> None:
         """Leave that to the iterator."""
@@ -591,6 +591,12 @@ class DeviceIterator(ClosableIterator):
         if hasattr(self._inner, "close"):
             self._inner.close()
         self._let_go()
+
+    def leave(self) -> None:
+        """End the run as `close` does, without waiting for it."""
+        self._held = ()
+        self._source.close()
+        self._inner.leave()
 
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""

@@ -187,7 +187,7 @@ class EqualStepsIterator(ClosableIterator):
                 step = self._next_step()
             # From here on nothing is called: neither can a signal's handler run, nor another thread.
             if step is None:
-                self._progress.end_is_known = True
+                self._progress.note_end()
                 raise StopIteration
             if self._place is step.before:
                 self._place, step.call.item = step.after, None
@@ -212,7 +212,7 @@ class EqualStepsIterator(ClosableIterator):
                     await self._pull_async()
             step = self._next_step(in_async_for=True)
             if step is None:
-                self._progress.end_is_known = True
+                self._progress.note_end()
                 raise StopAsyncIteration
             if self._place is step.before:
                 self._place, step.call.item = step.after, None
@@ -402,6 +402,11 @@ class EqualStepsIterator(ClosableIterator):
         self._inner.close()
         if self.delivery is not None:
             self.delivery.close()
+
+    def leave(self) -> None:
+        """End the run as `close` does, without waiting for it."""
+        self._let_go()
+        self._inner.leave()
 
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""

@@ -100,6 +100,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         taking = Taking(progress, ErrorLimit(options, progress, faults))
         pin = None if self._pinner is None else self._pinner.pin
         aside = partial(alone, start.checkpointer.key) if options.seeds_each_sample else None
+        self.is_closed = False
         self._run = InlineRun(start.plan, taking, self._make_maker(start), pin, aside)
         self._run.stop_with(self)
         if getattr(start.plan, "arrives", False):  # whoever brings keys may wait for those who take batches
@@ -220,12 +221,16 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def close(self) -> None:
         """End; a batch in work on the thread is waited for, 3 s at most."""
-        run = self._run
-        run.close()
-        run.stop()
-        run.handoff.wake_all()
-        run.join(3.0)
+        self.leave()
+        self._run.join(3.0)
         self._seeding.end()
+
+    def leave(self) -> None:
+        """End the run as `close` does, without waiting for it."""
+        self.is_closed = True
+        self._run.close()
+        self._run.stop()
+        self._run.handoff.wake_all()
 
     async def aclose(self) -> None:
         """End as `close` does, without blocking the loop."""

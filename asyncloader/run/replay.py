@@ -345,8 +345,8 @@ def _told(loader: Any, epochs: Sequence[int | None], *, may_change: bool) -> Ite
     with _telling if may_change else contextlib.nullcontext():
         told = zip(listeners(dataset), runs.set_epochs.of_dataset(dataset), epochs, strict=False)
         changes = [(one, now.number, then) for one, now, then in told if then not in (None, now.number)]
-        newest = loader._newest()
-        if changes and (not may_change or not (newest is None or newest._run.closed or runs.done == 0)):
+        newest = runs.iterator
+        if changes and (not may_change or not (newest is None or newest.is_closed or runs.done == 0)):
             raise ConfigurationError(
                 f"the dataset is at epoch {changes[0][1]} in this process, where something else may read it, so it "
                 f"cannot be told epoch {changes[0][2]} now: close() the run that goes on and use batch(), or use "
@@ -389,6 +389,7 @@ def making(loader: Any, epoch: int, number: int, *, in_async_for: bool = False) 
                 steps.enter_context(left_alone((*GLOBAL, *own)))
         else:
             twin._runs.set_epochs.of_past_run = tuple(map(Told, found.told))
+        twin._runs.set_epochs.note_load(options)  # what was told by now is no other epoch than that of the batch
         iterator: Any
         if options.is_inline:
             iterator = InlineIterator(twin, options, twin._runs, state)

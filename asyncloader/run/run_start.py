@@ -67,6 +67,7 @@ def begin(
     *,
     prepare: Callable[[], object] | None = None,
     last: Checkpointer | None = None,
+    left: RunStart | None = None,
 ) -> RunStart:
     """Bring generators, samplers and the dataset to where the run begins, and have it drawn.
 
@@ -77,6 +78,7 @@ def begin(
         draw: Iterates over the samplers, as torch's iterator does. Without workers it draws the base seed as well.
         prepare: Runs torch's constructor, before the order is drawn.
         last: The run before this one, if its workers make this one too.
+        left: The run before this one, if it was left as soon as it had begun.
     """
     runs.set_epochs.look(options.index_sampler)
     rng = order_generators(options)
@@ -85,7 +87,7 @@ def begin(
     at_iter = before if state is None else _rewind(options, state, states, runs, rng)
     if prepare is not None:
         at_iter = _prepare(prepare, rng, at_iter, keeps_seed=_keeps_seed(state))
-    samplers, starts = _load(options, state, states, runs)
+    samplers, starts = _load(options, state, states, runs, left)
     loaded = at_iter if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     with Drawing():
         drawn = draw()
@@ -164,10 +166,12 @@ def _draw_seed(options: Options) -> None:
 
 
 def _load(
-    options: Options, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs
+    options: Options, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs, left: RunStart | None
 ) -> tuple[SamplerState, dict[int, WorkerStart] | None]:
     """Bring samplers and dataset to where the run begins; return where the samplers and the workers are then."""
     samplers = _load_samplers(options, state, states, runs)
+    if left is not None and options.keeps_dataset and not options.is_iterable:
+        return samplers, left.starts
     if state is not None:
         with runs.set_epochs.telling():
             restore(listeners(options.dataset), state["dataset_epochs"])

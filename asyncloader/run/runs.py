@@ -16,6 +16,7 @@ from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs
+from asyncloader.run.current_run import CurrentRun
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import left_after, since_preload
 from asyncloader.run.set_epochs import SetEpochs
@@ -37,30 +38,27 @@ class Runs:
 
     Attributes:
         begun: How many there were, which is the epoch of the next one.
-        latest: Makes states of the newest one.
         past: Makes states of the last ones of the same history: of those before a state was loaded there are none.
-        meter: Counts what happens in the newest one.
+        current: Knows which one is spoken of.
         loaded: A state that the next one begins from.
         exclusions: Samples that are left out, beside those of a loaded state.
         set_epochs: What samplers and the dataset were told by `set_epoch`.
         slicer: Knows what samples cost, where batches are made in slices.
         traffic: Counts what comes from other machines.
         num_on_nodes: Workers that there are to be on other machines, where their number looks after itself.
-        resumed: How far the state was that the newest one has begun from, or None.
         warned: The warnings that were logged about states, once each.
     """
 
     def __init__(self, *, is_in_step: bool = False) -> None:
         self.begun = 0
-        self.latest: Checkpointer | None = None
+        self.warned: set[str] = set()
+        self.current = CurrentRun(self.warned)
         self.past: deque[Checkpointer] = deque(maxlen=_REMEMBERED)
-        self.meter: Meter | None = None
+        self._meter: Meter | None = None
         self.loaded: dict[str, Any] | None = None
         self.exclusions = Exclusions()
-        self.resumed: dict[str, Any] | None = None
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
         self.set_epochs = SetEpochs()
-        self.warned: set[str] = set()
         self.slicer = Slicer()
         self.traffic = Traffic()
         self.num_on_nodes = 0
@@ -68,8 +66,13 @@ class Runs:
         self._number = next(_numbers) if is_in_step else None
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = dict.fromkeys(("latest", "_left", "meter", "_trace", "_number"))
-        anew = {"past": deque(maxlen=_REMEMBERED), "slicer": Slicer(), "traffic": Traffic()}
+        forgotten = dict.fromkeys(("_left", "_meter", "_trace", "_number"))
+        anew = {
+            "current": CurrentRun(self.warned),
+            "past": deque(maxlen=_REMEMBERED),
+            "slicer": Slicer(),
+            "traffic": Traffic(),
+        }
         return {**vars(self), **forgotten, **anew, "set_epochs": copy.copy(self.set_epochs)}
 
     def state_dict(self, options: Callable[[], Options]) -> dict[str, Any]:
@@ -80,9 +83,33 @@ class Runs:
         """
         if (state := self.begins_from) is not None:
             return {**state, "samplers": since_preload(options().index_sampler, state["samplers"])}
-        if self.latest is None:
+        record = self.current.record(of_state=True)
+        if record is None:
             return initial_state(options(), self.begun, self.exclusions.state())
-        return self.latest.state_dict()
+        state = record.checkpointer.state_dict()
+        return {**state, "epoch": self.begun} if state["finished"] else state
+
+    @property
+    def latest(self) -> Checkpointer | None:
+        """Makes states of the run that is spoken of."""
+        return None if (record := self.current.record()) is None else record.checkpointer
+
+    @property
+    def meter(self) -> Meter | None:
+        """Counts what happens in the run that is spoken of; that of the last one, if a state was loaded since."""
+        record = self.current.record()
+        return self._meter if record is None else record.meter
+
+    @meter.setter
+    def meter(self, meter: Meter) -> None:
+        self._meter = meter
+        if self.current.records:
+            self.current.records[-1].meter = meter
+
+    @property
+    def iterator(self) -> Any:
+        """The iterator over the run that is spoken of; None if that is gone, or there is no run."""
+        return None if (record := self.current.record()) is None else record.iterator()
 
     @property
     def begins_from(self) -> dict[str, Any] | None:
@@ -96,9 +123,9 @@ class Runs:
         """How many batches of the newest run are done with, or of the one that a loaded state goes on with."""
         if self.loaded is not None:
             return int(self.loaded["position"]) + len(self.loaded["ahead"])
-        if self.latest is None or self.latest.progress.finished:
+        if (latest := self.latest) is None or latest.progress.finished:
             return 0
-        now = self.latest.progress.now
+        now = latest.progress.now
         return now.position + len(now.ahead)
 
     @property
@@ -106,18 +133,19 @@ class Runs:
         """Whether a run is going on, or a loaded state is of the middle of one, if no batch of it is done with."""
         if self.loaded is not None:
             return not is_between_runs(self.loaded)
-        return self.latest is not None and not self.latest.progress.finished
+        return (latest := self.latest) is not None and not latest.progress.finished
 
     def begin(self, checkpointer: Checkpointer, state: dict[str, Any] | None) -> None:
         """Note a run that begins, anew or from a state."""
-        self.begun, self.latest = checkpointer.epoch + 1, checkpointer
-        self.resumed = None
+        resumed = None
         if state is not None:
             self.past.clear()
+            if not is_between_runs(state):
+                resumed = {name: state[name] for name in _HOW_FAR}
+        self.begun = checkpointer.epoch + 1
+        self.current.begin(checkpointer, resumed)
         if not checkpointer.options.is_iterable:
             self.past.append(checkpointer)
-        if state is not None and not is_between_runs(state):
-            self.resumed = {name: state[name] for name in _HOW_FAR}
 
     def remaining(self, length: int, index_sampler: Any) -> int:
         """Return how many batches are left of the run that is spoken of, which has so many if it is a whole one.
@@ -125,7 +153,11 @@ class Runs:
         Where the samples are divided anew at each resume, batches before it were of another size, perhaps, and the
         epoch that is set now is another one: then what is left is counted from there.
         """
-        done, began = self.done, self.loaded or self.resumed
+        if self.loaded is not None and self.set_epochs.is_another(self.loaded, index_sampler):
+            return length
+        record, done, began = self.current.record(), self.done, self.loaded
+        if began is None and record is not None:
+            began = record.resumed
         if began is not None and began["position"] <= done and (done or self._has_begun):
             if self._left is None or self._left[0] is not began:
                 self._left = began, left_after(index_sampler, began)
@@ -137,7 +169,7 @@ class Runs:
         """Have the next run begin from a state that fits; an empty one for the very first."""
         self.loaded = copy.deepcopy(state) or None
         self.set_epochs.note_load(options)
-        self.latest = self.resumed = None
+        self.current.close_all()
         self.past.clear()
         self.begun = 0
         if not state:
@@ -147,9 +179,9 @@ class Runs:
         """Leave samples out of all batches that are yet to be read."""
         if self.loaded is not None:
             self.exclusions.add(keys, self.loaded["epoch"], self.loaded["position"])
-        elif self._has_begun and self.latest is not None:
-            with self.latest.progress.lock:
-                self.exclusions.add(keys, self.latest.epoch, self.latest.progress.read)
+        elif self._has_begun and (latest := self.latest) is not None:
+            with latest.progress.lock:
+                self.exclusions.add(keys, latest.epoch, latest.progress.read)
         else:
             self.exclusions.add(keys, self.begun, 0)
 
@@ -168,8 +200,8 @@ class Runs:
 
     def number_is_set(self) -> None:
         """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
-        if self.latest is not None:
-            self.latest.num_workers = None
+        if (latest := self.latest) is not None:
+            latest.num_workers = None
 
     def enrol(self) -> int:
         """Return the number of this loader among those in step; it gets one here if it was set to be in step later."""

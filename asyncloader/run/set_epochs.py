@@ -15,17 +15,24 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DistributedSampler
 
-from asyncloader.epochs import Told, listeners, numbers, told
+from asyncloader.epochs import Told, listeners, numbers, restore, told
 from asyncloader.options import Options
 from asyncloader.protocols import probe
 from asyncloader.run.checkpoint import is_between_runs
 from asyncloader.run.plan import samplers_within
 
 log = logging.getLogger("asyncloader")
+
+
+class Chosen(NamedTuple):
+    """The epochs that each sampler, from the outermost on, and each listener of the dataset were told, or None."""
+
+    samplers: list[int | None]
+    dataset: list[int | None]
 
 
 class SetEpochs:
@@ -150,6 +157,30 @@ class SetEpochs:
         pairs = zip(now, self._samplers_when_loaded, strict=False)
         return [epoch if epoch != before else None for epoch, before in pairs]
 
+    def of_another(self, state: dict[str, Any], options: Options) -> Chosen | None:
+        """Return what was told since a state was loaded, if that is another epoch than the one the state is in."""
+        if is_between_runs(state):
+            return None
+        dataset = zip(self.of_dataset(options.dataset), self._dataset_when_loaded, strict=False)
+        chosen = Chosen(
+            self.of_samplers_since_load(options.index_sampler),
+            [now.number if now != before else None for now, before in dataset],
+        )
+        is_news = _is_news(chosen.samplers, state["set_epochs"]) or _is_news(chosen.dataset, state["dataset_epochs"])
+        return chosen if is_news else None
+
+    def is_another(self, state: dict[str, Any], index_sampler: Any) -> bool:
+        """Whether samplers were told another epoch since a state was loaded than the one that the state is in."""
+        chosen = self.of_samplers_since_load(index_sampler)
+        return not is_between_runs(state) and _is_news(chosen, state["set_epochs"])
+
+    def choose(self, chosen: Chosen, options: Options) -> None:
+        """Tell samplers and the dataset of the epoch that was set after a state was loaded."""
+        with self.telling():
+            restore(samplers_within(options.index_sampler), chosen.samplers)
+            restore(listeners(options.dataset), chosen.dataset)
+            self._by_state = chosen.samplers, chosen.dataset
+
     def since_load(self, state: dict[str, Any] | None, options: Options) -> tuple[Told, ...]:
         """Return what the dataset was told since a state of the end of a run was loaded; nothing for other states."""
         now = self.of_dataset(options.dataset)
@@ -160,6 +191,11 @@ class SetEpochs:
 def counting(index_sampler: Any) -> list[Any]:
     """List the samplers whose epochs the loader counts: `is_epoch_set` says whether the user has set the next one."""
     return [each for each in samplers_within(index_sampler) if isinstance(probe(each, "is_epoch_set"), bool)]
+
+
+def _is_news(chosen: list[int | None], known: Sequence[int | None]) -> bool:
+    pairs = zip(chosen, chain(known, repeat(None)), strict=False)
+    return any(now is not None and now != (before or 0) for now, before in pairs)
 
 
 def _changed(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:

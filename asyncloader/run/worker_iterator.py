@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -176,14 +176,15 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _take_from(self, run: Run) -> None:
         """Have consumers take from a run that has begun."""
-        self._run = run
+        self._run, self.is_closed = run, False
+        vars(self).pop("_next", None)
         self._meter = self._runs.meter = run.meter
         run.meter.fingerprint = run.progress.fingerprint
         self._seeding.end_others(run.epoch.key)
 
     def _restart(self, loader: Any, state: dict[str, Any]) -> None:
         self._run.leave()
-        self._session.request_close()
+        self.leave()
         self._seeding.end()
         if (options := self._options).is_auto:
             number = state["num_workers"] or len(self._session.supervisor.workforce.wanted)
@@ -334,9 +335,10 @@ class WorkerIterator(BaseIterator[T_co]):
         session = self._session
         check_owner(session.pid)
         run = self._run
-        if session.state in (State.CLOSING, State.CLOSED) and not run.all_taken and run.error is None:
+        is_closing = self.is_closed or session.state in (State.CLOSING, State.CLOSED)
+        if is_closing and not run.all_taken and run.error is None:
             session.portal.stop_daemon()
-            raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
+            _refuse()
 
     # ------------------------------------------------------------------------------------------------- timeouts
 
@@ -372,7 +374,7 @@ class WorkerIterator(BaseIterator[T_co]):
         On the loop that the dataset itself runs on, which cannot be waited for there, returns at once.
         """
         if self._session.pid == os.getpid():
-            self._session.request_close()
+            self.leave()
             refuse_to_block_the_loop()
             if home_loop.is_here(self._home):  # where the dataset is closed, once the caller lets the loop turn
                 self._seeding.end()
@@ -382,8 +384,16 @@ class WorkerIterator(BaseIterator[T_co]):
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""
         if self._session.pid == os.getpid():
-            self._session.request_close()
+            self.leave()
             await asyncio.to_thread(self._wait_closed)
+
+    def leave(self) -> None:
+        """End the run as `close` does, without waiting for it."""
+        if self._session.pid == os.getpid():
+            self.is_closed = True
+            if not self._run.all_taken:
+                vars(self)["_next"] = _refuse  # batches that are ready are not given either
+            self._session.request_close()
 
     def _wait_closed(self) -> None:
         self._seeding.end()
@@ -401,3 +411,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} taken={self._run.taken} {self._session!r}>"
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
