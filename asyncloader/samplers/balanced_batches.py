@@ -14,8 +14,8 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.identity import checksum
 from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, balanced_within, cost_of
 from asyncloader.samplers.lengths import Costs, Lengths, LengthsLike
-from asyncloader.samplers.ordered import HasOrder
-from asyncloader.samplers.windows import WindowedBatchSampler, count_of, share_out
+from asyncloader.samplers.ordered import HasOrder, count_of
+from asyncloader.samplers.windows import WindowedBatchSampler, share_out
 
 TooLong = Literal["raise", "alone"]
 _WINDOW = 1 << 14

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,8 @@ class ElasticSampler(OrderedSampler):
 
     def num_indices(self) -> int:
         """Return below which number all of its indices are."""
-        return self.dataset if isinstance(self.dataset, int) else len(self.dataset)
+        dataset: Any = self.dataset
+        return int(dataset) if isinstance(dataset, Integral) else len(dataset)
 
     def _num_positions(self) -> int:
         return self.num_indices()

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.lengths import LengthsLike
-from asyncloader.samplers.ordered import HasOrder, Order
+from asyncloader.samplers.ordered import HasOrder, Order, count_of
 from asyncloader.samplers.shuffle import Shuffle, by_group
-from asyncloader.samplers.windows import WindowedBatchSampler, count_of
+from asyncloader.samplers.windows import WindowedBatchSampler
 
 TooLong = Literal["raise", "alone"]
 _WINDOW = 1 << 14

@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Sampler
 
@@ -236,6 +237,7 @@ def _check_order(weights: Any) -> None:
 def _stages(weights: Weights) -> list[tuple[int, Sequence[float]]]:
     """Return what stages weights consist of."""
     _check_order(weights)
+    weights = weights.tolist() if isinstance(weights, (np.ndarray, torch.Tensor)) else weights
     if not weights or not isinstance(weights[0], (tuple, list)):
         return [(0, cast("Sequence[float]", weights))]
     named = cast("Sequence[tuple[int, Sequence[float]]]", weights)

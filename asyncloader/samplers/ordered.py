@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -63,11 +64,25 @@ def place_in_group(num_replicas: int | None, rank: int | None) -> tuple[int, int
         ConfigurationError: if the rank is not one of the ranks.
     """
     in_group = dist.is_available() and dist.is_initialized()
-    ranks = num_replicas or (dist.get_world_size() if in_group else 1)
-    own = rank if rank is not None else (dist.get_rank() if in_group else 0)
+    ranks = (
+        (dist.get_world_size() if in_group else 1) if num_replicas is None else count_of("num_replicas", num_replicas)
+    )
+    own = (dist.get_rank() if in_group else 0) if rank is None else count_of("rank", rank, least=None)
     if not 0 <= own < ranks:
         raise ConfigurationError(f"Invalid rank {own}, rank should be in the interval [0, {ranks - 1}]")
     return ranks, own
+
+
+def count_of(name: str, value: Any, *, least: int | None = 1) -> int:
+    """Return an integer, of numpy's too, as Python's own.
+
+    Raises:
+        ConfigurationError: if it is none, or below the least that is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigurationError(f"{name} should be an integer{bound}, but got {value!r}")
+    return int(value)
 
 
 class Run:
@@ -101,7 +116,7 @@ class ResumableSampler(Sampler[T_co], ABC):
         drop_last: Whether to leave out, at the end of an epoch, what cannot be divided evenly.
 
     Raises:
-        ConfigurationError: if the rank is not one of the ranks.
+        ConfigurationError: if the rank is not one of the ranks, or a number is no integer.
     """
 
     _beginning: ClassVar[Any] = 0
@@ -113,7 +128,7 @@ class ResumableSampler(Sampler[T_co], ABC):
 
     def __init__(self, num_replicas: int | None, rank: int | None, seed: int, drop_last: bool) -> None:
         self.num_replicas, self.rank = place_in_group(num_replicas, rank)
-        self.seed = seed
+        self.seed = count_of("seed", seed, least=None)
         self.drop_last = drop_last
         self.epoch = 0
         self._begin_at(self._beginning)
@@ -140,7 +155,7 @@ class ResumableSampler(Sampler[T_co], ABC):
         """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
         if epoch != self.epoch:
             self._begin_at(self._beginning)
-        self.epoch, self.is_epoch_set = epoch, True
+        self.epoch, self.is_epoch_set = count_of("epoch", epoch, least=None), True
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the newest iterator has been read.

@@ -16,11 +16,11 @@ from asyncloader.identity import checksum
 from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, cost_of, dearest_first
 from asyncloader.samplers.best_fit import best_fit
 from asyncloader.samplers.lengths import LengthsLike
-from asyncloader.samplers.ordered import HasOrder
+from asyncloader.samplers.ordered import HasOrder, count_of
 from asyncloader.samplers.pack_collate import pack_collate
 from asyncloader.samplers.pieces import Piece, Pieces
 from asyncloader.samplers.shuffle import Shuffle
-from asyncloader.samplers.windows import WindowedBatchSampler, count_of
+from asyncloader.samplers.windows import WindowedBatchSampler
 
 TooLong = Literal["raise", "split", "cut"]
 _WINDOW = 1 << 13

@@ -28,7 +28,7 @@ from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.protocols import probe
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.lengths import Lengths, LengthsLike
-from asyncloader.samplers.ordered import ENDLESS, HasOrder, Order, ResumableSampler, Run, check_state
+from asyncloader.samplers.ordered import ENDLESS, HasOrder, Order, ResumableSampler, Run, check_state, count_of
 
 
 class WindowedBatchSampler(ResumableSampler[list[Any]]):
@@ -293,14 +293,3 @@ def share_out(units: list[list[Any]], ranks: int) -> list[list[Any]]:
         return [units[rank % len(units)] for rank in range(ranks)]
     bounds = [rank * len(units) // ranks for rank in range(ranks + 1)]
     return [[*itertools.chain.from_iterable(units[first:last])] for first, last in itertools.pairwise(bounds)]
-
-
-def count_of(name: str, value: Any) -> int:
-    """Return a number that counts something.
-
-    Raises:
-        ConfigurationError: if it does not.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ConfigurationError(f"{name} should be an integer of at least 1, but got {value!r}")
-    return int(value)

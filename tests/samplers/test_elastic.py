@@ -10,12 +10,13 @@ import tracemalloc
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from asyncloader import ElasticSampler, StateMismatchError
+from asyncloader import ConfigurationError, ElasticSampler, StateMismatchError
 
 
 @given(length=st.integers(1, 70), ranks=st.integers(1, 9), shuffle=st.booleans(), drop_last=st.booleans())
@@ -150,3 +151,22 @@ def test_what_does_not_fit_is_refused() -> None:
         ElasticSampler(10).load_state_dict({})
     with pytest.raises(ValueError, match="Invalid rank 2"):
         ElasticSampler(10, 2, 2)
+
+
+def test_numbers_may_be_those_of_numpy_and_nothing_else_is_taken_for_one() -> None:
+    """They give the order of Python's, and states that are plain; no replicas, or no seed, is refused at once."""
+    plain = ElasticSampler(50, num_replicas=2, rank=1, seed=5)
+    numpys = ElasticSampler(np.int64(50), np.int32(2), np.int8(1), seed=np.int64(5))  # type: ignore[arg-type]
+    for sampler in (plain, numpys):
+        sampler.set_epoch(np.int64(3))  # type: ignore[arg-type]
+    assert list(plain) == list(numpys)
+    assert json.loads(json.dumps(numpys.state_dict())) == plain.state_dict()
+    options: list[tuple[dict[str, Any], str]] = [
+        ({"num_replicas": 0}, "num_replicas should be an integer of at least 1, but got 0"),
+        ({"rank": 1.0}, "rank should be an integer, but got 1.0"),
+        ({"seed": None}, "seed should be an integer, but got None"),
+        ({"seed": True}, "seed should be an integer, but got True"),
+    ]
+    for bad, text in options:
+        with pytest.raises(ConfigurationError, match=text):
+            ElasticSampler(50, **bad)
