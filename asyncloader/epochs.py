@@ -82,6 +82,11 @@ def tell(dataset: Any, epochs: Sequence[Told], known: Sequence[Told]) -> None:
             listener.set_epoch(epoch.number)
 
 
+def since(epochs: Sequence[Told], known: Sequence[Told]) -> tuple[Told, ...]:
+    """Return what of the epochs is new to a copy that knows those, and nothing in place of the others."""
+    return tuple(epoch if epoch != before else Told() for epoch, before in zip_longest(epochs, known[: len(epochs)]))
+
+
 def restore(things: Iterable[Any], numbers: Sequence[int | None]) -> None:
     """Tell samplers or datasets their epochs of the time when a state was taken."""
     for thing, number in zip(things, numbers, strict=False):

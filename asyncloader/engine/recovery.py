@@ -51,9 +51,9 @@ _NOT_REPLACED = (
 )
 
 _NOT_IN_LATER_RUNS = (
-    "The worker was not replaced: it had given no state of its iterable dataset in this epoch, and what the dataset "
-    "keeps from earlier epochs was lost with the worker. With persistent_workers=False each epoch begins with new "
-    "workers."
+    "The worker was not replaced: it had given no state of its iterable dataset in this epoch, nor at the end of "
+    "the one before, and what the dataset keeps from earlier epochs was lost with the worker. With "
+    "persistent_workers=False each epoch begins with new workers."
 )
 
 _NOT_REPLACEABLE = (
@@ -89,9 +89,10 @@ class Recovery:
 
     Another process can always take the place of a worker of a map-style dataset. A worker of a stream holds a position
     in the data. Its place can be taken where the stream can be read again from its beginning; otherwise as soon as the
-    worker has told a state, unless a batch is to be left out: another worker would begin before that batch. Where the
-    dataset provides a state, what this process has of it is what workers begin with in their first run, if they have
-    processes or threads of their own. A worker that was not ready had read nothing, and is replaced in any case.
+    worker has told a state, in this run or at the end of the one before, unless a batch is to be left out: another
+    worker would begin before that batch. Where the dataset provides a state, what this process has of it is what
+    workers begin with in their first run, if they have processes or threads of their own. A worker that was not ready
+    had read nothing, and is replaced in any case.
 
     Args:
         options: The options that the workers were started with: ``on_crash`` and ``on_timeout`` stay as they were then,

@@ -45,11 +45,12 @@ from asyncloader.engine.run import Run
 from asyncloader.engine.slices import Divided
 from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.taking import Item, failed
+from asyncloader.epochs import since
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal
 from asyncloader.messages.failure import another, with_notes
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.outcome import Outcome
-from asyncloader.messages.snapshot import Frozen
+from asyncloader.messages.snapshot import Frozen, WorkerStart
 from asyncloader.observe.meter import Counted
 from asyncloader.transport.join import CannotJoin, columns_of
 from asyncloader.weak import while_alive
@@ -322,6 +323,10 @@ class Session:
         self.supervisor.recovery.is_first_run = False
         if not self.run.is_stream:
             self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
+        elif last.ends:
+            news = since(self.run.epoch.epochs, last.epoch.epochs)
+            ends = {worker: WorkerStart(0, state, epochs=news) for worker, state in last.ends.items()}
+            self.run.begin_at({**(self.run.epoch.starts or {}), **ends})
 
     def receive(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """Take the outcome of a ticket, which began to be read at this time."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
@@ -556,43 +557,112 @@ def test_an_iterator_is_not_asked_after_its_end(folder: Path) -> None:
 
 
 class Epochs(Samples):
-    """Counts its epochs, and that is part of its state. ``hang`` holds up the first sample of a later one."""
+    """Counts its epochs, and that is part of its state. ``hang`` holds up the first sample of a later one.
 
-    epoch = -1
+    Its state at the end of an epoch is where the next one begins.
+    """
+
+    epoch = 0
     at = 0
-    resumed = False
+    told: Any = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+    def numbers(self) -> list[int]:
+        info = get_worker_info()
+        return [100 * (0 if info is None else info.id) + number for number in range(8)]
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        if not self.resumed:
-            self.epoch, self.at = self.epoch + 1, 0
-        self.resumed = False
+        if self.epoch and self.befalls("hang at begin"):
+            await asyncio.Event().wait()
         while self.at < 8:
             if self.epoch and self.befalls("hang"):
                 await asyncio.Event().wait()
             self.at += 1
-            yield self.epoch * 100 + self.at - 1
+            yield self.epoch * 1000 + self.numbers()[self.at - 1] + (0 if self.told is None else 10_000 * self.told)
+        self.epoch, self.at = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "at": self.at}
+        return {"epoch": self.epoch, "at": self.at, "told": self.told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.at, self.resumed = state["epoch"], state["at"], True
+        self.epoch, self.at, self.told = state["epoch"], state["at"], state["told"]
+
+
+class PlainEpochs(Epochs, IterableDataset[Any]):
+    """The same, read one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        while self.at < 8:
+            if self.epoch and self.befalls("hang"):
+                threading.Event().wait()
+            self.at += 1
+            yield self.epoch * 1000 + self.numbers()[self.at - 1] + (0 if self.told is None else 10_000 * self.told)
+        self.epoch, self.at = self.epoch + 1, 0
+
+    __aiter__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("set_epochs", [{}, {0: 5}, {0: 5, 1: 6}, {1: 6}], ids=str)
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("kind", [Epochs, PlainEpochs])
+def test_a_worker_that_dies_at_the_beginning_of_a_later_epoch(
+    kind: Any, num_workers: int, set_epochs: dict[int, int], folder: Path
+) -> None:
+    """Another one begins where it was at the end of the epoch before, and is told what was told since."""
+    concurrency = {"concurrency": 12} if kind is Epochs else {"concurrency": 1}
+    options: dict[str, Any] = {"batch_size": 4, "persistent_workers": True, "num_workers": num_workers, **concurrency}
+
+    def epochs(**disturbed: Any) -> list[Any]:
+        loader = make_loader(kind, folder, **options)
+        found = []
+        for epoch in range(4):
+            if epoch in set_epochs:
+                loader.set_epoch(set_epochs[epoch])
+            if epoch == disturbed.get("at"):
+                plan(folder, "hang")
+            iterator: Any = iter(loader)
+            if epoch == disturbed.get("at"):
+                wait_until(lambda: not any(folder.iterdir()))
+                for worker in range(num_workers):
+                    kill(iterator, worker)
+            found.append([plain(batch) for batch in iterator])
+        loader.close()
+        return found
+
+    expected = epochs()
+    assert [batches[0][0] % 10_000 for batches in expected] == [0, 1000, 2000, 3000]
+    for at in (1, 2):
+        assert epochs(at=at) == expected
+
+
+def test_one_that_dies_between_two_epochs(folder: Path) -> None:
+    """With nothing to do: the next epoch begins with another one, where it was."""
+    loader = make_loader(Epochs, folder, num_workers=2, batch_size=4, persistent_workers=True)
+    iterator: Any = iter(loader)
+    first = [plain(batch) for batch in iterator]
+    kill(iterator)
+    second = [plain(batch) for batch in loader]
+    assert second == [[number + 1000 for number in batch] for batch in first]
+    loader.close()
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_later_epoch_is_not_begun_anew(every: int, folder: Path) -> None:
-    """Killed before a batch has told where a persistent worker is: what it had counted is lost, and that is raised."""
+def test_an_epoch_after_one_that_was_left_is_not_begun_anew(every: int, folder: Path) -> None:
+    """No worker has told where it was then; killed before it tells, what it had counted is lost, and that is raised."""
     loader = make_loader(
         Epochs, folder, num_workers=1, batch_size=4, persistent_workers=True, snapshot_every_n_steps=every
     )
     assert [plain(batch) for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    plan(folder, "hang")
+    plan(folder, "hang at begin")
     iterator: Any = iter(loader)
     wait_until(lambda: not any(folder.iterdir()))
+    iterator = iter(loader)
     kill(iterator)
     with pytest.raises(WorkerDiedError) as caught:
         next(iterator)
-    assert "given no state of its iterable dataset in this epoch" in str(caught.value)
+    assert "given no state of its iterable dataset in this epoch, nor at the end" in str(caught.value)
     del iterator
     assert [plain(batch) for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]  # with workers of its own
     loader.close()
