@@ -16,11 +16,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from asyncloader.checks import at_least
 from asyncloader.errors import ConfigurationError
 from asyncloader.identity import checksum
 from asyncloader.samplers.elastic import ElasticSampler
-from asyncloader.samplers.ordered import Order
+from asyncloader.samplers.ordered import Order, count_of
 from asyncloader.samplers.shuffle import Shuffle, by_group
 
 Lanes: TypeAlias = tuple[int, int, int]
@@ -72,10 +71,10 @@ class BlockShuffleSampler(ElasticSampler):
         if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or (sizes < 0).any() or not sizes.sum():
             raise ConfigurationError("block_sizes are the numbers of samples in blocks, at least one of them above 0")
         self.block_sizes = sizes.astype(np.int64)
-        self.window = max(1, int(_BLOCKS_IN_WINDOW * sizes.sum() // len(sizes))) if window is None else window
-        at_least("window", self.window, least=1)
-        at_least("num_workers", num_workers, least=0)
-        at_least("batch_size", batch_size, least=1)
+        of_blocks = max(1, int(_BLOCKS_IN_WINDOW * sizes.sum() // len(sizes)))
+        self.window = of_blocks if window is None else count_of("window", window)
+        num_workers = count_of("num_workers", num_workers, least=0)
+        batch_size = count_of("batch_size", batch_size)
         super().__init__(int(sizes.sum()), num_replicas, rank, shuffle, seed, drop_last)
         self._own_lanes: Lanes = (self.num_replicas, max(1, num_workers), batch_size)
         self._lanes = self._own_lanes

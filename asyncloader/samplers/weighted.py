@@ -67,13 +67,13 @@ class WeightedSampler(OrderedSampler):
     ) -> None:
         super().__init__(num_replicas, rank, seed, drop_last)
         self._initial = _row(weights).astype(np.float64, copy=False)
-        self.num_samples = count_of("num_samples", self._initial.size if num_samples is None else num_samples)
         self.replacement = replacement
         if self._initial.ndim != 1 or not (np.isfinite(self._initial).all() and (self._initial >= 0).all()):
             raise ConfigurationError("weights should be one row of numbers that are 0 or more")
         drawable = np.count_nonzero(self._initial)
         if not drawable:
             raise ConfigurationError("weights should not be all 0")
+        self.num_samples = count_of("num_samples", self._initial.size if num_samples is None else num_samples)
         if not replacement and self.num_samples > drawable:
             raise ConfigurationError(
                 f"{self.num_samples} samples cannot be drawn without replacement: {drawable} have a weight above 0"
