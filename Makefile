@@ -14,7 +14,7 @@ JOBS ?= 4
 BESIDE := -n $(JOBS) --dist worksteal
 # The suites that have no packages of their own, and that can be collected without those.
 CORE := --ignore=tests/frameworks --ignore=tests/clusters
-QUICK := not slow and not soak and not gpu and not benchmark and not docs and not frameworks and not services and not browser and not ray
+QUICK := not slow and not soak and not gpu and not benchmark and not docs and not frameworks and not services and not ray
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 RAY_READY := $(VENV)/.ready-ray
@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all matrix test-frameworks test-services test-ray test-browser chromium soak lint typecheck docs bench build clean help
+.PHONY: demo test test-all matrix test-frameworks test-services test-ray soak lint typecheck docs bench build clean help
 
 demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
@@ -36,7 +36,7 @@ test: $(READY) ## the tests that are quick
 	$(BIN)/python -m pytest $(BESIDE) -m "$(QUICK)" $(CORE)
 
 # Not beside each other: frameworks and Ray each start clusters of Ray, and a program takes part in the latest of a machine.
-test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) chromium ## all tests, those that are slow, soak, need a GPU or train with frameworks included
+test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
 	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest $(BESIDE) $(CORE)
 	$(BIN)/python -m pytest tests/frameworks
 	$(BIN)/python -m pytest tests/clusters
@@ -63,12 +63,6 @@ test-services: $(SERVICES_READY) ## datasets against PostgreSQL and an S3 server
 
 test-ray: $(RAY_READY) ## workers on the nodes of a Ray cluster: several raylets on this machine
 	$(BIN)/python -m pytest -m "ray and not slow" tests/clusters
-
-test-browser: $(READY) chromium ## look at the page of a timeline in Chrome or chromium; Debian's is installed if there is none (as root)
-	$(BIN)/python -m pytest -m browser $(CORE)
-
-chromium:
-	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
 
 soak: $(READY) ## the soak tests, for MINUTES=10
 	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak $(CORE)

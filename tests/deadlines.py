@@ -24,7 +24,7 @@ import pytest
 HARD = 5 / 4
 LEFT_OUT_S = 180.0
 SOAK_S = 1800.0
-LEFT_OUT = ("slow", "gpu", "benchmark", "services", "browser", "ray", "frameworks", "soak")
+LEFT_OUT = ("slow", "gpu", "benchmark", "services", "ray", "frameworks", "soak")
 """Markers of tests that `make test` leaves out: they may take longer."""
 LIMIT_S = pytest.StashKey[float]()
 STDERR = pytest.StashKey[int]()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = "not (slow or soak or gpu or benchmark or docs or frameworks or services or browser or ray)"
+QUICK = "not (slow or soak or gpu or benchmark or docs or frameworks or services or ray)"
 LIMIT_S = 200
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "build", ".*_cache", ".hypothesis")
 

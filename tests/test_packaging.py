@@ -20,13 +20,11 @@ USE = """
 import sys, importlib.metadata, pathlib
 import torch
 import asyncloader, asyncloader.cli, asyncloader.datasets, asyncloader.samplers, asyncloader.testing
-from asyncloader.observe.trace import to_html
 
 home = pathlib.Path(sys.prefix)
 assert home in pathlib.Path(asyncloader.__file__).parents, asyncloader.__file__
 loader = asyncloader.DataLoader(torch.arange(40.0), batch_size=4, num_workers=2, trace=str(home / "run.json"))
 assert torch.equal(torch.cat(list(loader)), torch.arange(40.0))
-to_html(home / "run.json", home / "run.html")  # needs a file that is no Python
 print(importlib.metadata.version("asyncloader"))
 """
 

@@ -1,4 +1,4 @@
-"""The command ``asyncloader``: bench, tune, trace, compare, doctor."""
+"""The command ``asyncloader``: bench, trace, doctor."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 def main() -> None:
     """Run the command line. Without the packages it needs it says which extra has them."""
     try:
-        from asyncloader.cli.app import app
+        from asyncloader.cli import app
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
         sys.exit(f"The command line needs {missing.name}: pip install 'asyncloader[cli]'")
-    app()
+    app.main()

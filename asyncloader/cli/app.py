@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
+import sys
 import time
 import traceback
 import warnings
@@ -13,19 +15,31 @@ from typing import Annotated
 
 import typer
 
-from asyncloader.cli import compare, doctor, fingerprints, search
+from asyncloader.cli import bench as benchmark
+from asyncloader.cli import doctor
 from asyncloader.cli.measure import run
 from asyncloader.cli.report import Report
 from asyncloader.cli.script import first_loader
-from asyncloader.cli.source import Source, find, is_function
+from asyncloader.cli.source import Source, TargetError, find
 from asyncloader.loader import DataLoader
-from asyncloader.machine import available_bytes
 from asyncloader.observe.tally import show_s
-from asyncloader.observe.trace import to_html, tracing
+from asyncloader.observe.trace import tracing
 
-app = typer.Typer(help="See what a data loader does, and make it faster.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="See what a data loader does, and make it faster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 _UNKNOWN = {"ignore_unknown_options": True}  # options of a script
+
+
+def _positive(value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise typer.BadParameter(f"should be a number above 0, but is {value:g}")
+    return value
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Target = Annotated[
@@ -39,40 +53,42 @@ Target = Annotated[
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script; options of its after --.")]
 
 _STEPS = 20  # of a script are timed
+_OURS = str(Path(__file__).parents[1])
 
 
 @contextmanager
-def _loaded(command: str, target: str, arguments: list[str] | None, *, steps: int = _STEPS) -> Iterator[Source]:
-    """Find the user's loader; what that, or using it, raises is told in one line."""
+def _loaded(target: str, arguments: list[str] | None) -> Iterator[Source]:
+    """Find the user's loader. What the user's code raises is shown as that: with the traceback of the user's frames."""
     # A command may try more workers than there are cores on purpose, so torch need not warn.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     try:
         if Path(target).suffix == ".py":
-            with _of_script(Path(target), arguments or [], steps) as source:
+            with _of_script(Path(target), arguments or []) as source:
                 yield source
         elif arguments:
             raise typer.BadParameter(f"arguments are for a script, not for a function: {' '.join(arguments)}")
         else:
-            yield _found(target)
+            yield find(target)
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
+    except TargetError as error:
+        raise typer.BadParameter(str(error)) from error
     except Exception as error:
-        typer.echo(f"asyncloader {command}: {_in_one_line(error)}", err=True)
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
+        users = [each for each in frames if Path(each.filename).name != "contextlib.py"]
+        if not users and isinstance(error, OSError):  # of the output
+            raise
+        words = traceback.TracebackException(type(error), error, None)
+        words.stack = traceback.StackSummary.from_list(users)
+        typer.echo("".join(words.format(chain=False)), err=True, nl=False)
         raise typer.Exit(1) from None
 
 
-def _found(name: str) -> Source:
-    try:
-        return find(name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 @contextmanager
-def _of_script(path: Path, arguments: list[str], steps: int) -> Iterator[Source]:
+def _of_script(path: Path, arguments: list[str]) -> Iterator[Source]:
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {str(path)!r}")
-    with first_loader(path, arguments, steps=steps) as found:
+    with first_loader(path, arguments, steps=_STEPS) as found:
         if found is None:
             raise typer.BadParameter(f"{path} ended without reading from a loader; name a function of it: {path}:make")
         if found.step_s is None:
@@ -83,125 +99,60 @@ def _of_script(path: Path, arguments: list[str], steps: int) -> Iterator[Source]
             yield Source(found.loader, lambda batch: time.sleep(step_s))
 
 
-def _in_one_line(error: Exception) -> str:
-    """Write down what was raised, where in the user's code, and what its notes say."""
-    ours = str(Path(__file__).parents[1])
-    places = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
-    users = [each for each in places if "-packages" not in each.filename and each.filename.endswith(".py")]
-    lines = str(error).strip().splitlines() or [""]
-    if lines[0].startswith("Caught "):  # torch's words, with a traceback behind them that ends in what was raised
-        lines = [line for line in lines if line.startswith(f"{type(error).__name__}: ")][-1:] or lines
-        lines = [lines[0].removeprefix(f"{type(error).__name__}: ")]
-    where = f" ({Path(users[-1].filename).name}, line {users[-1].lineno})" if users else ""
-    notes = " ".join(note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note)
-    return f"{type(error).__name__}: {lines[0]}{where}{' ' + notes if notes else ''}"
-
-
 @app.command(context_settings=_UNKNOWN)
 def bench(
     target: Target,
     arguments: Arguments = None,
-    seconds: Annotated[float, typer.Option(help="Of each run.")] = 3.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 3,
+    seconds: Annotated[float, typer.Option(callback=_positive, help="Of each run.")] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each; more find smaller differences.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Run your loader under torch's DataLoader and under asyncloader's, in turns, and compare."""
+    """Run your loader under torch's DataLoader and asyncloader's, and with other workers, in turns; name the best."""
     report = Report(as_json)
-    with _loaded("bench", target, arguments) as source:
-        compare.bench(source, report, seconds=seconds, rounds=rounds)
-    report.end()
-
-
-@app.command(context_settings=_UNKNOWN)
-def tune(
-    target: Target,
-    arguments: Arguments = None,
-    seconds: Annotated[float, typer.Option(help="Of each run.")] = 2.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each; more of them find smaller differences.")] = 3,
-    max_workers: Annotated[int | None, typer.Option(min=0, help="By default twice the cores.")] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="By default half of what is free.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw time per batch against workers (PNG, SVG).")] = None,
-    as_json: Json = False,
-) -> None:
-    """Find num_workers, concurrency and prefetch_factor by trying, and print the line to paste."""
-    report = Report(as_json)
-    with _loaded("tune", target, arguments) as source:
-        search.tune(
-            source,
-            report,
-            max_workers=search.default_max_workers() if max_workers is None else max_workers,
-            memory_bytes=available_bytes() / 2 if memory_gb is None else memory_gb * 1e9,
-            seconds=seconds,
-            picture=picture,
-            rounds=rounds,
-        )
+    with _loaded(target, arguments) as source:
+        benchmark.bench(source, report, seconds=seconds, rounds=rounds)
     report.end()
 
 
 @app.command(context_settings=_UNKNOWN)
 def trace(
-    target: Annotated[
-        str, typer.Argument(metavar="FILE.json|SCRIPT.py|MODULE:FUNCTION", help="A timeline, or your loader.")
-    ],
+    target: Target,
     arguments: Arguments = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the timeline of your loader goes.")] = Path(
-        "run.json"
-    ),
-    batches: Annotated[int, typer.Option(min=1, help="How many batches of your loader to take.")] = 200,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the timeline goes.")] = Path("run.json"),
+    batches: Annotated[int, typer.Option(min=1, help="How many batches to take.")] = 200,
     as_json: Json = False,
 ) -> None:
-    """Make a page of a timeline, which any browser shows; of a loader, run it and write the timeline first."""
+    """Run your loader, and write a timeline that https://ui.perfetto.dev opens."""
     report = Report(as_json)
-    if is_function(target) or Path(target).suffix == ".py":
-        with _loaded("trace", target, arguments) as source, tracing(output):
-            seen = run(source.make(DataLoader, trace=None), source.step, seconds=0, batches=batches)
-        assert seen.stats is not None
-        report.say("trace", f"timeline: {output} (for https://ui.perfetto.dev)", str(output))
-        report.say("verdict", str(seen.stats.verdict), seen.stats.verdict.as_dict())
-        target = str(output)
     try:
-        page = to_html(target)
-    except (OSError, json.JSONDecodeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
-    report.say("page", f"page: {page}", str(page))
+        output.open("ab").close()  # before the script is run
+    except OSError as error:
+        raise typer.BadParameter(f"the timeline cannot be written: {error}") from error
+    with _loaded(target, arguments) as source, tracing(output):
+        seen = run(source.make(DataLoader, trace=None), source.step, seconds=0, batches=batches)
+    assert seen.stats is not None
+    report.say("trace", f"timeline: {output} (for https://ui.perfetto.dev)", str(output))
+    report.say("verdict", str(seen.stats.verdict), seen.stats.verdict.as_dict())
     report.end()
 
 
-@app.command(name="compare")
-def compare_runs(
-    one: Annotated[Path, typer.Argument(metavar="ONE", help="The timeline of a run (trace=), or a state.")],
-    other: Annotated[Path, typer.Argument(metavar="OTHER", help="That of another run.")],
-    as_json: Json = False,
-) -> None:
-    """Name the first batch in which two runs differ, made with fingerprint=True. Exit with 1 if they differ."""
-    report = Report(as_json)
-    try:
-        are_alike = fingerprints.compare(fingerprints.Sides(one, other), report)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
-    report.end()
-    raise typer.Exit(0 if are_alike else 1)
-
-
-@app.command(name="doctor", context_settings=_UNKNOWN)
-def examine(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[SCRIPT.py|MODULE:FUNCTION]",
-            help="Look also for what workers will copy of a dataset: of the first loader that a script reads from (it "
-            "is run until then), or of the loader that a function makes.",
-        ),
-    ] = None,
-    arguments: Arguments = None,
-    as_json: Json = False,
-) -> None:
+@app.command(name="doctor")
+def examine(as_json: Json = False) -> None:
     """Look at this machine: start method, cores, memory, limits. Exit with 1 if something is wrong."""
     report = Report(as_json)
-    if target is None:
-        is_well = doctor.examine(report, None)
-    else:
-        with _loaded("doctor", target, arguments, steps=0) as source:
-            is_well = doctor.examine(report, source.loader)
+    is_well = doctor.examine(report)
     report.end()
     raise typer.Exit(0 if is_well else 1)
+
+
+def main() -> None:
+    """Run a command. Output that cannot be written, to a full disk for example, is told in one line."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        typer.echo(f"asyncloader: the output cannot be written: {error.strerror}", err=True)
+        sys.exit(1)

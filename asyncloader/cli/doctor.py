@@ -9,25 +9,29 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
 
-from asyncloader.cli import cluster
-from asyncloader.cli.finding import Finding
-from asyncloader.cli.large import find_large
 from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
-from asyncloader.machine import available_bytes, memory_limits, private_bytes, usable_cores
+from asyncloader.machine import memory_limits, private_bytes, usable_cores
 from asyncloader.observe.activity import threaded_libraries
-from asyncloader.options import AutoWorkers
-from asyncloader.ray import RayWorkers
 
 _FEW_DESCRIPTORS = 1024
 _FEW_BYTES = 1 << 30
+
+
+class Finding(NamedTuple):
+    """Something that was looked at. ``advice`` is empty where all is well."""
+
+    what: str
+    found: str
+    advice: str = ""
+    is_bad: bool = False
 
 
 class Probe(torch.utils.data.Dataset[torch.Tensor]):
@@ -182,47 +186,13 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def _most_workers(loader: torch.utils.data.DataLoader[Any]) -> int:
-    """Return how many workers there may come to be."""
-    is_auto = isinstance(loader, DataLoader) and isinstance(loader.num_workers, AutoWorkers)
-    return loader._loader_options().most_waiting if is_auto else loader.num_workers  # type: ignore[attr-defined]
-
-
-def crew(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
-    """How many workers there may be, where that looks after itself, and what they may take, where that is bound."""
-    if not isinstance(loader, DataLoader):
-        return
-    options = loader._loader_options()
-    if options.is_auto:
-        most = f"up to {options.most_computing} that compute, {options.most_waiting} that mostly wait"
-        yield Finding("num_workers", f'"auto": {options.num_workers} to begin with, {most}')
-    if (bound := options.max_worker_memory) is not None:
-        total, left = bound * _most_workers(loader), available_bytes()
-        found = f"{bound / 2**30:.2g} GiB in each, {total / 2**30:.2g} GiB in all workers"
-        advice = f"{left / 2**30:.2g} GiB are left: at most {left / 2**30 / _most_workers(loader):.1g} for each."
-        yield Finding("max_worker_memory", found, advice * (total > left), is_bad=total > left)
-
-
-def copies(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
-    """Large lists and dicts of a dataset, of which each worker will have a copy."""
-    context = loader.multiprocessing_context or multiprocessing
-    method = context.get_start_method()
-    num_workers = _most_workers(loader)
-    for large in find_large(loader.dataset):
-        cost = large.cost(num_workers, method)
-        found = f"{large.kind} of {large.length:,}, {large.all_bytes / 1e6:,.0f} MB; {cost / 1e6:,.0f} MB more with "
-        found += f"{num_workers} workers ({method})"
-        is_bad = cost > available_bytes()
-        yield Finding(f"{large.owner}.{large.name}", found, large.advice() if num_workers else "", is_bad=is_bad)
-
-
-def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = None) -> bool:
-    """Look at everything, and at what a loader's dataset holds; print it; whether nothing is bad."""
-    provider = loader._loader_options().provider if isinstance(loader, DataLoader) else None
-    findings = list(_look(report, provider if isinstance(provider, RayWorkers) else None))
-    if loader is not None:
-        findings += crew(loader)
-        findings += list(copies(loader)) or [Finding("dataset", "holds no large list or dict")]
+def examine(report: Report) -> bool:
+    """Look at everything and print it; whether nothing is bad."""
+    findings = []
+    with report.progress("looking", len(CHECKS)) as advance:
+        for check in CHECKS:
+            advance(check.__name__.replace("_", " "))
+            findings.append(check())
     rows: list[dict[str, Any]] = [
         {"": "bad" if one.is_bad else "note" if one.advice else "ok", "what": one.what, "found": one.found}
         for one in findings
@@ -232,12 +202,3 @@ def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = No
         if one.advice:
             report.say(f"advice: {one.what}", f"{one.what}: {one.advice}", one.advice)
     return not any(one.is_bad for one in findings)
-
-
-def _look(report: Report, workers: RayWorkers | None) -> Iterator[Finding]:
-    with report.progress("looking", len(CHECKS) + 1) as advance:
-        for check in CHECKS:
-            advance(check.__name__.replace("_", " "))
-            yield check()
-        advance("Ray")
-        yield from cluster.look(workers)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from asyncloader.observe.stats import LoaderStats
+
+LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,41 @@ class Run:
         return self.batches / self.seconds if self.seconds else 0.0
 
 
+class Patience:
+    """Raises where the main thread waits, when no batch has come for a minute: a feed's producers may be silent."""
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGALRM, _give_up)
+        self._due = 0.0
+        self.note(time.perf_counter())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def note(self, now: float) -> None:
+        """A batch has come; a system call a second is enough to know that."""
+        if now >= self._due:
+            signal.setitimer(signal.ITIMER_REAL, LONGEST_WAIT_S)
+            self._due = now + min(1.0, LONGEST_WAIT_S / 10)
+
+
+def _give_up(number: int, frame: Any) -> None:
+    raise RuntimeError(f"no batch came for {LONGEST_WAIT_S:g} s: does anybody make samples for this loader?")
+
+
 def run(loader: Any, step: Callable[[Any], object] | None, *, seconds: float, batches: int = 0) -> Run:
-    """Take batches for so many seconds, but at least three; or so many. Further epochs follow if one is short."""
+    """Take batches for so many seconds, but at least three; or so many. Further epochs follow if one is short.
+
+    Raises:
+        RuntimeError: if no batch comes for a minute.
+    """
+    with Patience() as patience:
+        return _run(loader, step, patience, seconds, batches)
+
+
+def _run(loader: Any, step: Callable[[Any], object] | None, patience: Patience, seconds: float, batches: int) -> Run:
     cpu_before = _cpu_s()
     asked = began = time.perf_counter()
     first = waited = 0.0
@@ -57,6 +94,7 @@ def run(loader: Any, step: Callable[[Any], object] | None, *, seconds: float, ba
         try:
             for batch in iterator:
                 now = time.perf_counter()
+                patience.note(now)
                 count += 1
                 if count == 0:
                     first, until = now, now + seconds
@@ -86,21 +124,33 @@ def run(loader: Any, step: Callable[[Any], object] | None, *, seconds: float, ba
 
 
 def _cpu_s() -> float:
-    """CPU seconds of this process and of those children that have ended."""
+    """CPU seconds of this process, of children that have ended, and of descendants that live: workers may be kept."""
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    ticks = sum(sum(map(int, stat[11:15])) for stat in map(_stat, _descendants(os.getpid())) if stat)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def tree_bytes(pid: int | None = None) -> int:
-    """Return what a process and its descendants take, shared pages in proportion; 0 where that cannot be told."""
-    pid = os.getpid() if pid is None else pid
-    total = 0
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel tells of a process, from its state on; nothing of one that has ended."""
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1]) * 1024
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):  # it has ended meanwhile, or this is no Linux
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            total += sum(tree_bytes(int(child)) for child in (thread / "children").read_text().split())
-    except OSError:  # it has ended meanwhile, or this is no Linux
-        pass
+            for child in map(int, (thread / "children").read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def tree_bytes() -> int:
+    """Return what this process and its descendants take, shared pages in proportion; 0 where that cannot be told."""
+    total = 0
+    for pid in (os.getpid(), *_descendants(os.getpid())):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                total += int(line.split()[1]) * 1024 if line.startswith("Pss:") else 0
     return total

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch.utils.data
 
+from asyncloader.cli.measure import Patience
 from asyncloader.loader import DataLoader
 
 _LONGEST_S = 20.0  # of timing steps
@@ -60,24 +61,47 @@ class _Timed:
     def __iter__(self) -> Iterator[Any]:
         return self
 
+    def __aiter__(self) -> Self:
+        return self
+
     def __next__(self) -> Any:
+        self._end_step()
+        try:
+            with Patience():
+                batch = next(self._batches)
+        except StopIteration:
+            self._stop()
+        self._given_at = time.perf_counter()
+        return batch
+
+    async def __anext__(self) -> Any:
+        self._end_step()
+        try:
+            with Patience():
+                batch = await anext(self._batches)
+        except StopAsyncIteration:
+            self._stop()
+        self._given_at = time.perf_counter()
+        return batch
+
+    def _end_step(self) -> None:
         now = time.perf_counter()
         if self._given_at is not None:
             self._times.append(now - self._given_at)
         if len(self._times) == self._left or now > self._until:
             self._stop()
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._stop()
-        self._given_at = time.perf_counter()
-        return batch
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._batches.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._batches.aclose()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_batches"], name)
@@ -118,6 +142,7 @@ def first_loader(script: Path, arguments: Sequence[str], *, steps: int = 0) -> I
 
 def _run(module: ModuleType, steps: int) -> FirstLoader | None:
     own: dict[Any, Any] = {kind: kind.__iter__ for kind in (_TORCHS, DataLoader)}
+    own_aiter: Any = DataLoader.__aiter__
     inside = False
 
     def begin(loader: torch.utils.data.DataLoader[Any]) -> Any:
@@ -134,7 +159,9 @@ def _run(module: ModuleType, steps: int) -> FirstLoader | None:
         return _Timed(loader, batches, steps)
 
     def abegin(loader: torch.utils.data.DataLoader[Any]) -> Any:
-        raise _Found(FirstLoader(loader, None))
+        if not steps:
+            raise _Found(FirstLoader(loader, None))
+        return _Timed(loader, own_aiter(loader), steps)
 
     assert module.__file__ is not None
     code = compile(Path(module.__file__).read_bytes(), module.__file__, "exec")

@@ -29,6 +29,10 @@ _TORCH = (
 )
 
 
+class TargetError(ValueError):
+    """What the user has named makes no loader."""
+
+
 class Source(NamedTuple):
     """The result of a user's function: a loader of torch's or of ours, and the step that uses a batch, if any."""
 
@@ -59,32 +63,27 @@ class Source(NamedTuple):
         return {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
 
 
-def is_function(target: str) -> bool:
-    """Tell ``module:function`` from the name of a file, which may have a colon in it."""
-    return ":" in target and not target.endswith(".json") and not Path(target).exists()
-
-
 def find(name: str) -> Source:
     """Call the function that ``module:function`` names; a file's path may stand for the module.
 
     Raises:
-        ValueError: if there is no such function, or it makes no loader.
+        TargetError: if there is no such function, or it makes no loader.
     """
     module_name, colon, function_name = name.rpartition(":")
     if not colon:
-        raise ValueError(f"{name!r} should be module:function, such as train:make_loader")
+        raise TargetError(f"{name!r} should be module:function, such as train:make_loader")
     module = _module(module_name)
     made = getattr(module, function_name, None)
     if made is None:
-        raise ValueError(f"{module_name!r} has no {function_name!r}")
+        raise TargetError(f"{module_name!r} has no {function_name!r}")
     made = made() if callable(made) and not isinstance(made, torch.utils.data.DataLoader) else made
     loader, step = made if isinstance(made, tuple) else (made, None)
     if not isinstance(loader, torch.utils.data.DataLoader):
-        raise ValueError(
+        raise TargetError(
             f"{name} made {type(loader).__name__}, not a DataLoader (or a pair of a DataLoader and a step)"
         )
     if step is not None and (not callable(step) or inspect.iscoroutinefunction(step)):
-        raise ValueError(f"the step that {name} gave is not a function")
+        raise TargetError(f"the step that {name} gave is not a function")
     return Source(loader, step)
 
 
@@ -93,17 +92,19 @@ def _module(name: str) -> ModuleType:
     path = Path(name)
     is_file = path.suffix == ".py"
     if not is_file and not all(map(str.isidentifier, name.split("."))):
-        raise ValueError(f"cannot import {name!r}: it is neither the name of a module nor a file that ends with .py")
+        raise TargetError(f"cannot import {name!r}: it is neither the name of a module nor a file that ends with .py")
     if is_file and not path.is_file():
-        raise ValueError(f"there is no file {name!r} (looked for in {Path.cwd()})")
+        raise TargetError(f"there is no file {name!r} (looked for in {Path.cwd()})")
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
     try:
         module = importlib.import_module(path.stem if is_file else name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"cannot import {name!r}: {error}") from error
+        if error.name is None or not f"{path.stem if is_file else name}.".startswith(f"{error.name}."):
+            raise  # of another module, which the user's imports
+        raise TargetError(f"cannot import {name!r}: {error}") from error
     found = getattr(module, "__file__", None)
     if is_file and (found is None or not path.samefile(found)):
-        raise ValueError(
+        raise TargetError(
             f"{name!r} cannot be imported: the module {path.stem!r} is another one ({found or 'built in'})"
         )
     return module

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from asyncloader.observe.figures import Figures, Stages
-from asyncloader.observe.html import as_html
 from asyncloader.observe.memory_watch import show_bytes
 from asyncloader.observe.tally import Timing, show_s
 from asyncloader.observe.verdict import Verdict, judge
@@ -103,10 +102,6 @@ class LoaderStats(Figures):
         for name in ("busy_share", "waited_share", "batches_per_s", "samples_per_s"):
             plain[name] = getattr(self, name)
         return {**plain, "verdict": self.verdict.as_dict()}
-
-    def _repr_html_(self) -> str:
-        """Show it in a notebook: where the trainer's and the workers' time went, as bars."""
-        return as_html(self, str(self))
 
     def __str__(self) -> str:
         lines = [

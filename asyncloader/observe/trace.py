@@ -1,4 +1,4 @@
-"""Write a timeline of what happened: for Perfetto (https://ui.perfetto.dev), Chrome's about:tracing, or our own page.
+"""Write a timeline of what happened: for Perfetto (https://ui.perfetto.dev), or Chrome's about:tracing.
 
     loop thread, consumers ── note ──> events in hand ── every 512, in a consumer's thread ──> file
 
@@ -11,24 +11,19 @@ then.
 from __future__ import annotations
 
 import contextlib
-import errno
-import html
 import json
 import logging
 import os
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 log = logging.getLogger("asyncloader")
 
-_MARK = '<meta name="generator" content="asyncloader timeline">'  # in viewer.html
 _WRITE_AT = 512
 _END = b"\n]\n"
 _INSTANT_S = 1e-6
@@ -332,116 +327,3 @@ def tracing(path: str | os.PathLike[str]) -> Iterator[Trace]:
 def active_trace() -> Trace | None:
     """Return the trace of the innermost `tracing` that is open."""
     return _active[-1] if _active else None
-
-
-def to_html(source: str | os.PathLike[str], target: str | os.PathLike[str] | None = None) -> Path:
-    """Make a page of a timeline, which shows it in any browser, without the network.
-
-    Args:
-        source: A file that the option ``trace``, or `tracing`, has written.
-        target: The page; by default beside the timeline, with ".html". A page that was made so is replaced.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        ValueError: if the source is no timeline.
-        FileExistsError: if there is another file in the place of the page.
-    """
-    source = Path(source)
-    target = source.with_suffix(".html") if target is None else Path(target)
-    text = _timeline(source)
-    page = files("asyncloader.observe").joinpath("viewer.html").read_text(encoding="utf-8")
-    if target.exists() and not _is_page(target):
-        raise FileExistsError(errno.EEXIST, "is there and no page of a timeline: give another name", str(target))
-    # The text stands in the page as it is. Each "<" is inside a string, and may be written so; HTML then finds nothing
-    # in it, neither an end of the script nor a comment.
-    parts = {"/*EVENTS*/[]": text.replace("<", "\\u003c"), "TITLE": html.escape(_shown(target.stem))}
-    filled = re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], page)
-    target.write_text(filled, encoding="utf-8")
-    return target
-
-
-class Batch(NamedTuple):
-    """A batch, by the epoch, the number of its loader in the timeline, and its own number in the plan."""
-
-    epoch: int
-    loader: int
-    number: int
-
-
-def fingerprints_of(source: str | os.PathLike[str]) -> dict[Batch, tuple[str, ...]]:
-    """Return the fingerprints of the batches that were taken in a timeline; several, if a batch came more than once.
-
-    The file is read by its lines, with an event in each: the timeline of a long run may be larger than memory.
-
-    Raises:
-        ValueError: if the source is no timeline, or not whole.
-    """
-    found: dict[Batch, tuple[str, ...]] = {}
-    line = b""
-    with Path(source).open("rb") as file:
-        if file.readline() != b"[\n":
-            raise ValueError(f"{source} is no timeline that asyncloader has written (trace=)")
-        for line in file:
-            if b'"fingerprint"' in line:
-                taken, fingerprint = _taken(line, source)
-                if fingerprint not in (known := found.get(taken, ())):
-                    found[taken] = tuple(sorted((*known, fingerprint)))
-    if line.rstrip() != b"]":
-        raise ValueError(f"{source} is cut short: its last line is not the end of a timeline")
-    return found
-
-
-def _taken(line: bytes, source: Any) -> tuple[Batch, str]:
-    """Read the line of a batch that was taken."""
-    try:
-        args = json.loads(line.rstrip().rstrip(b","))["args"]
-        return Batch(int(args["epoch"]), int(args["loader"]), int(args["batch"])), str(args["fingerprint"])
-    except (ValueError, TypeError, LookupError) as error:
-        words = line[:100].decode("utf-8", "replace").strip()
-        raise ValueError(f"{source} is cut short, or no timeline that asyncloader has written: {words!r}") from error
-
-
-def _timeline(source: Path) -> str:
-    """Read the text of a timeline.
-
-    Raises:
-        ValueError: if it is none, or the page could not read it.
-    """
-    try:
-        text = source.read_text(encoding="utf-8").strip()
-        events = json.loads(text, parse_constant=_refuse)
-    except RecursionError:
-        raise ValueError(f"{source} is no timeline: it is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{source} is no timeline, or not whole: {error}") from error
-    if not isinstance(events, list) or not all(map(_is_event, events)):
-        raise ValueError(f"{source} is no timeline: a list of trace events is expected")
-    return text
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _is_event(event: Any) -> bool:
-    """Whether the page can show this."""
-    if not isinstance(event, dict) or not isinstance(phase := event.get("ph"), str):
-        return False
-    wanted = {"X": ("ts", "dur"), "i": ("ts",), "s": ("ts",), "t": ("ts",), "f": ("ts",)}.get(phase, ())
-    has_times = all(type(event.get(name)) in (int, float) for name in wanted)
-    has_name = isinstance(event.get("name"), str) or phase not in "XM"
-    return has_times and has_name and isinstance(event.get("args", {}), dict)
-
-
-def _is_page(path: Path) -> bool:
-    """Whether a file is a page that `to_html` made, by its first lines."""
-    with contextlib.suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
-        return _MARK in file.read(500)
-    return False
-
-
-def _shown(name: str) -> str:
-    """Return a name that is not UTF-8 as far as it is."""
-    return os.fsencode(name).decode("utf-8", "replace")

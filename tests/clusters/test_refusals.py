@@ -10,7 +10,6 @@ import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader, WorkerStartError
-from asyncloader.cli import cluster as doctor
 from asyncloader.ray import RayWorkers, ray_launcher
 from tests.clusters.test_clusters import Drawing, agents
 from tests.patience import wait_until
@@ -126,13 +125,3 @@ def test_what_ray_does_not_take_ends_a_run_without_others(add_node: Any) -> None
     workers = RayWorkers(num_workers=1, runtime_env={"env_vars": {"A": 1}})
     with pytest.raises((WorkerStartError, ConfigurationError), match="env_vars"):
         next(iter(DataLoader(Imports(), 4, worker_backend=workers)))
-
-
-def test_doctor_asks_the_cluster(add_node: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its nodes, where agents would dial, and how many workers there is room for."""
-    add_node()
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    found = {one.what: one for one in doctor.look(RayWorkers(num_workers=2))}
-    assert f"a cluster of 2 nodes at {cluster.address}" in found["Ray"].found
-    assert not found["agents dial"].is_bad
-    assert found["RayWorkers"].found == "room for 2 of 2 workers, on 1 nodes"

@@ -7,10 +7,8 @@ import contextlib
 import io
 import json
 import logging
-import re
 import threading
 import time
-from html import escape
 from typing import Any
 
 import pytest
@@ -189,19 +187,3 @@ def test_progress_bars_know_the_total(num_workers: int, monkeypatch: pytest.Monk
     batches = iter(loader)
     assert len(batches) == 7
     del batches
-
-
-def test_a_notebook_shows_bars() -> None:
-    """Of what the trainer waited, of each worker and of each stage; all figures are behind a fold."""
-    loader: Any = DataLoader(Load(80, 0.0), 8, num_workers=2)
-    stats = run_through(loader, "for")
-    html = stats._repr_html_()
-    assert f"<b>{escape(stats.verdict.text)}</b>" in html
-    for name in ("training waited", "worker 0 busy", "worker 1 busy", "a batch: fetch"):
-        assert f">{name}</td>" in html
-    widths = [float(width) for width in re.findall(r"width:([0-9.]+)%", html)]
-    assert len(widths) == html.count("<tr>")
-    assert min(widths) >= 0
-    assert max(widths) == 100
-    assert f"<pre>{escape(str(stats))}</pre>" in html
-    assert DataLoader([1]).stats()._repr_html_()  # type: ignore[arg-type]

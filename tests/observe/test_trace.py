@@ -18,7 +18,7 @@ import pytest
 
 from asyncloader import DataLoader, tracing
 from asyncloader.engine.finisher import Finisher
-from asyncloader.observe.trace import Trace, batch, shared_trace, taken, to_html
+from asyncloader.observe.trace import Trace, batch, shared_trace, taken
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside
@@ -123,7 +123,6 @@ def test_tracing_a_part_of_a_program(tmp_path: Path) -> None:
     tracks, _ = read(path)
     assert set(tracks) == {"consumer", "channel", "this process", "worker 0"}
     assert sum(slice_["name"] == "take" for slice_ in tracks["consumer"]) == 15
-    assert to_html(path).read_text().count('"take"') == 15
 
 
 class Awaits(Load):
@@ -224,25 +223,6 @@ def test_a_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     """At the beginning it is more likely a misspelling than a full disk."""
     with pytest.raises(FileNotFoundError):
         iter(DataLoader(Load(8), 8, trace=tmp_path / "nowhere" / "run.json"))
-    (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="is no timeline"):
-        to_html(tmp_path / "other.json")
-
-
-EVENT = {"ph": "X", "tid": 1, "ts": 0, "dur": 1, "name": "train", "args": {}}
-
-
-def test_the_page_has_nothing_of_html_in_it_that_a_timeline_brings(tmp_path: Path) -> None:
-    """Neither its name nor its events; they stand there as they are."""
-    path = tmp_path / "<img src=x onerror=alert(1)>&.json"
-    names = ["<!--<script>", "</script>", "TITLE", "/*EVENTS*/[]", "\u2028"]
-    path.write_text(json.dumps([{**EVENT, "name": name} for name in names]))
-    page = to_html(path).read_text(encoding="utf-8")
-    assert "<img" not in page
-    assert "&lt;img src=x onerror=alert(1)&gt;&amp;" in page
-    held = page.partition('type="application/json">')[2].partition("</script>")[0]
-    assert [event["name"] for event in json.loads(held)] == names
-    assert "<" not in held
 
 
 def test_a_fork_while_another_thread_makes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,34 +250,3 @@ def test_a_fork_while_another_thread_makes_a_file(tmp_path: Path, monkeypatch: p
     finally:
         may_go_on.set()
         thread.join()
-
-
-def test_only_pages_of_timelines_are_replaced(tmp_path: Path) -> None:
-    """What else is there stays, be it the timeline itself."""
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps([EVENT]))
-    assert to_html(path) == to_html(path)
-    for target in (tmp_path / "mine.html", path):
-        kept = target.read_text() if target.exists() else "mine"
-        target.write_text(kept)
-        with pytest.raises(FileExistsError, match="no page of a timeline"):
-            to_html(path, target)
-        assert target.read_text() == kept
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("{}", "[1]", '["graph"]', '[{"ph": 1}]', '[{"ph": "X"}]', "[" * 100_000, "\xff"),
-        '[{"ph": "X", "ts": "0", "dur": 1, "name": "a"}]',
-        '[{"ph": "i", "name": "a", "ts": NaN}]',
-        '[{"ph": "M", "name": "thread_name", "args": 1}]',
-    ],
-)
-def test_what_is_no_timeline_is_told(tmp_path: Path, text: str) -> None:
-    """And no page is made that a browser could not show."""
-    path = tmp_path / "run.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError):
-        to_html(path)
-    assert not (tmp_path / "run.html").exists()

@@ -1,0 +1,150 @@
+"""``asyncloader bench``: the user's own loader under torch's DataLoader and ours, and ours with other workers.
+
+All take turns, round by round, so that whatever else the machine does affects them alike. A choice that costs more
+counts as better if it brings 5 % in the median of the rounds, and something in each. Where it brings that in some
+rounds and not in others no choice stands out, and none is named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.utils.data
+
+from asyncloader.cli.measure import Run, run
+from asyncloader.cli.report import Report
+from asyncloader.cli.source import Source
+from asyncloader.errors import ConfigurationError
+from asyncloader.loader import DataLoader
+from asyncloader.machine import usable_cores
+from asyncloader.protocols import is_async
+
+_GAIN = 1.05
+_HOPELESS = 0.7  # of the best of the first round: what is slower is not tried again
+_CONCURRENCY = 16
+_TORCH, _OURS = "torch", "asyncloader"
+
+
+class Choice(NamedTuple):
+    """The result of comparing candidates.
+
+    Attributes:
+        best: The name of the one to take; None where none stands out.
+        rivals: Those that were ahead in some rounds, and not in others.
+    """
+
+    best: str | None
+    rivals: Sequence[str]
+
+
+def choose(rates: Mapping[str, Sequence[float]]) -> Choice:
+    """Choose among candidates by their rates in each round, in rising order of what they cost."""
+    names = [name for name in rates if len(rates[name]) > 1] or list(rates)
+    best = names[0]
+    for name in names[1:]:
+        median, least = _gain(rates[name], rates[best])
+        if median >= _GAIN and least > 1.0:
+            best = name
+    at = names.index(best)
+    rivals = [name for name in names[at + 1 :] if _gain(rates[name], rates[best])[0] >= _GAIN]
+    rivals += [name for name in names[:at] if _gain(rates[name], rates[best])[0] >= 1.0]
+    return Choice(None, [best, *rivals]) if rivals else Choice(best, [])
+
+
+def _gain(rates: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Return how many times as fast one is as another: the median of the rounds, and the least."""
+    ratios = [rate / other for rate, other in zip(rates, others, strict=False)]
+    return statistics.median(ratios), min(ratios)
+
+
+def candidates(source: Source) -> dict[str, dict[str, Any]]:
+    """Return the options to try beside the loader's own, by their names, in rising order of what they cost.
+
+    A stream is divided among its workers, so another number of them gives other batches: there are none to try.
+    """
+    if isinstance(source.loader.dataset, torch.utils.data.IterableDataset):
+        return {}
+    cores = usable_cores()
+    counts = [0, *(1 << power for power in range(cores.bit_length()))]
+    found: list[dict[str, Any]] = [{"num_workers": count} for count in counts]
+    if is_async(source.loader.dataset):
+        found += [{"num_workers": count, "concurrency": _CONCURRENCY} for count in (1, cores)]
+    else:
+        found.append({"num_workers": cores, "worker_backend": "thread"})
+    return {", ".join(f"{name}={value!r}" for name, value in options.items()): options for options in found}
+
+
+def bench(source: Source, report: Report, *, seconds: float, rounds: int) -> None:
+    """Let all take turns, and print medians; then what to write, and what limits ours."""
+    sides: dict[str, Any] = {_TORCH: (torch.utils.data.DataLoader, {}), _OURS: (DataLoader, {})}
+    sides |= {name: (DataLoader, options) for name, options in candidates(source).items()}
+    runs = _in_turns(source, report, sides, seconds, rounds)
+    title = f"medians of {rounds} runs of {seconds:g} s, taking turns; ratio to torch in the same round"
+    report.table("sides", title, [_row(name, own, runs[_TORCH]) for name, own in runs.items()])
+    _recommend(report, sides, {name: own for name, own in runs.items() if name not in (_TORCH, _OURS)})
+    _judge(report, runs[_OURS])
+
+
+def _in_turns(
+    source: Source, report: Report, sides: dict[str, Any], seconds: float, rounds: int
+) -> dict[str, list[Run]]:
+    runs: dict[str, list[Run]] = {name: [] for name in sides}
+    with report.progress("running", rounds * len(sides)) as advance:
+        for number in range(rounds):
+            for name in list(runs):
+                kind, options = sides[name]
+                advance(name)
+                try:
+                    runs[name].append(run(source.make(kind, **options), source.step, seconds=seconds))
+                except (ConfigurationError, NotImplementedError):
+                    if name in (_TORCH, _OURS):  # the loader's own options
+                        raise
+                    del runs[name]
+            if not number:
+                least = _HOPELESS * max(own[0].rate for own in runs.values())
+                hopeless = [name for name, own in runs.items() if own[0].rate < least]
+                for name in hopeless:
+                    if name not in (_TORCH, _OURS):
+                        del runs[name]
+    return runs
+
+
+def _row(name: str, own: Sequence[Run], torchs: Sequence[Run]) -> dict[str, Any]:
+    rates = [one.rate for one in own]
+    return {
+        "": name,
+        "batches/s": statistics.median(rates),
+        "low": min(rates),
+        "high": max(rates),
+        "ratio": statistics.median(one.rate / other.rate for one, other in zip(own, torchs, strict=True)),
+        "waited %": 100 * statistics.median(one.waited_s / one.seconds for one in own),
+        "first batch ms": 1e3 * statistics.median(one.first_s for one in own),
+        "CPU ms/batch": 1e3 * statistics.median(one.cpu_s / (one.batches + 1) for one in own),
+        "MB": statistics.median(one.memory_bytes for one in own) / 1e6,
+    }
+
+
+def _recommend(report: Report, sides: dict[str, Any], runs: dict[str, list[Run]]) -> None:
+    """Print the line to paste; or that the rounds do not agree."""
+    if not runs:
+        return
+    choice = choose({name: [one.rate for one in own] for name, own in runs.items()})
+    if choice.best is None:
+        words = f"Nothing stands out: {'; '.join(choice.rivals)} were each ahead in some rounds. Try --seconds 10, or "
+        report.say("undecided", f"{words}--rounds 5, or when the machine has less else to do.", choice.rivals)
+    else:
+        report.say("recommendation", f"of what was tried: DataLoader(..., {choice.best})", sides[choice.best][1])
+
+
+def _judge(report: Report, ours: Sequence[Run]) -> None:
+    """Print what limits the loader as it is."""
+    stats = ours[-1].stats
+    assert stats is not None
+    report.say("verdict", f"asyncloader, within an epoch: {stats.verdict}", stats.verdict.as_dict())
+    starts = statistics.median(one.waited_s / one.seconds for one in ours) - stats.waited_share
+    if starts > 0.05:
+        words = f"{starts:.0%} of the time went by between epochs, while workers started"
+        persistent = "" if stats.options.get("persistent_workers") else ": persistent_workers=True spares that"
+        report.say("starts", words + persistent, {"share": starts})
