@@ -171,7 +171,7 @@ def test_locked_slabs_are_not_copied_before_the_device_copies(locking: Simulated
     loader.close()
 
 
-@pytest.mark.parametrize("bound", ["0", None])
+@pytest.mark.parametrize("bound", ["0", "", None])
 def test_slabs_are_locked_only_if_that_is_asked_for(
     locking: SimulatedDevice, bound: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

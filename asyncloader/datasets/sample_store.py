@@ -181,6 +181,8 @@ class SampleStore:
                 checksum = self._add_to(checksum, piece, is_last=piece is pieces[-1])
                 begin += aligned(len(piece))
             self._fill(at, offset, length, owner, checksum)
+        except BlockingIOError:  # another process holds the lock for long: the next sample is tried again
+            return None
         except OSError as error:
             self._may_write = False
             return error
@@ -215,8 +217,8 @@ class SampleStore:
             return first, wanted, None
         for number in range(count):
             slot = slots[number * _SLOT.size : (number + 1) * _SLOT.size]
-            offset, length, owner, checksum, of_slot = _SLOT.unpack(slot)
-            if not offset or of_slot != zlib.crc32(slot[:-4]):
+            offset, length, owner, checksum, _ = _SLOT.unpack(slot)
+            if not _is_filled(slot):
                 return first + number, wanted, None
             if owner == wanted:
                 return first + number, wanted, (offset, length, checksum)
@@ -224,12 +226,24 @@ class SampleStore:
 
     def _fill(self, at: int, *values: int) -> None:
         slot = _SLOT.pack(*values, 0)[:-4]
-        write_at(self._file.fd, slot + struct.pack("<I", zlib.crc32(slot)), _TABLE_AT + _SLOT.size * at)
+        self._put(at, slot + struct.pack("<I", zlib.crc32(slot)))
 
     def _empty(self, at: int) -> None:
         if self._may_write:
             with contextlib.suppress(OSError):
-                write_at(self._file.fd, bytes(_SLOT.size), _TABLE_AT + _SLOT.size * at)
+                self._put(at, bytes(_SLOT.size))
+
+    def _put(self, at: int, slot: bytes) -> None:
+        """Write a slot, and count the sample that it has in place of what was there.
+
+        Two workers may have made the same sample at the same time: it is there once.
+        """
+        place = _TABLE_AT + _SLOT.size * at
+        with self._locked():
+            before = os.pread(self._file.fd, _SLOT.size, place)
+            write_at(self._file.fd, slot, place)
+            limit, claimed, samples, told = self._claims()
+            self._write_claims(limit, claimed, samples + _is_filled(slot) - _is_filled(before), told)
 
     def _add_to(self, checksum: int, piece: Any, *, is_last: bool) -> int:
         if not self.is_on_disk:
@@ -261,7 +275,7 @@ class SampleStore:
                 limit, claimed, samples, told = self._claims()
                 if claimed + size > limit:
                     return None
-                self._write_claims(limit, claimed + size, samples + 1, told)
+                self._write_claims(limit, claimed + size, samples, told)
                 return int(self._data_at + claimed)
         except BlockingIOError:
             return None
@@ -299,6 +313,14 @@ class SampleStore:
                 yield
             finally:
                 fcntl.lockf(self._file.fd, fcntl.LOCK_UN, 1, 0)
+
+
+def _is_filled(slot: bytes | memoryview) -> bool:
+    """Whether a slot has a sample; not one that was written to in part."""
+    if len(slot) < _SLOT.size:
+        return False
+    offset, *_, checksum = _SLOT.unpack(slot)
+    return bool(offset) and checksum == zlib.crc32(slot[:-4])
 
 
 def _write_head(fd: int, slots: int | None, fingerprint: bytes, max_bytes: int) -> None:

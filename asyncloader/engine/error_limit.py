@@ -31,6 +31,8 @@ class ErrorLimit:
     """
 
     def __init__(self, options: Options, progress: Progress, faults: Faults) -> None:
+        is_replaced = options.on_error == "replace" and options.auto_collation
+        self._instead = "a good one of its batch takes its place" if is_replaced else "the batch is made without it"
         self._limit = options.max_errors
         self._num_samples = options.num_samples() if isinstance(self._limit, float) else None
         self._planned_before = progress.now.position * (options.batch_size or 1)
@@ -48,10 +50,11 @@ class ErrorLimit:
         faults, first, count = self.faults, bad[0], before + len(bad)
         if not faults.bad_count:
             log.warning(
-                "The sample with the index %s raised %s, and the batch is made without it, as on_error says. Further "
-                "ones are only counted: see stats() of the loader.\n%s",
+                "The sample with the index %s raised %s, and %s, as on_error says. Further ones are only counted: see "
+                "stats() of the loader.\n%s",
                 describe_keys(first.key),
                 first.error.type_name,
+                self._instead,
                 first.error.text,
             )
         if count - self._bad_before > faults.bad_count:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -94,6 +95,9 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     is_closed = False
     """It was closed before its end, or has been given up by a `load_state_dict` of its loader."""
+    _is_finalizing = staticmethod(sys.is_finalizing)
+    """At the end of the interpreter all has been closed, and the names of modules are gone: a ``__del__`` of the user's
+    may still call the iterator."""
     _last_turn = 0.0
     _last_warned = 0
     _meter: Meter

@@ -221,6 +221,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def close(self) -> None:
         """End; a batch in work on the thread is waited for, 3 s at most."""
+        if self._is_finalizing():
+            return
         self.leave()
         self._run.join(3.0)
         self._seeding.end()

@@ -217,7 +217,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _find_lock(self) -> Callable[[list[int]], object] | None:
         """Return what locks slabs for the device that batches are sent to: they are used again when it has copied."""
-        device, most = self._pinner, as_bytes(_LOCKED_MEMORY, os.environ.get(_LOCKED_MEMORY, "0"))
+        device, most = self._pinner, as_bytes(_LOCKED_MEMORY, os.environ.get(_LOCKED_MEMORY) or "0")
         if self._options.device is None or device is None or not device.locks_pages or not most:
             return None
         slabs = slab_pool()
@@ -373,7 +373,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
         On the loop that the dataset itself runs on, which cannot be waited for there, returns at once.
         """
-        if self._session.pid == os.getpid():
+        if not self._is_finalizing() and self._session.pid == os.getpid():
             self.leave()
             refuse_to_block_the_loop()
             if home_loop.is_here(self._home):  # where the dataset is closed, once the caller lets the loop turn
@@ -406,6 +406,8 @@ class WorkerIterator(BaseIterator[T_co]):
     @property
     def _workers(self) -> list[WorkerHandle]:
         """The worker processes, as torch's iterator shows them; none if the workers are in this one."""
+        if self._is_finalizing():
+            return []
         workers = sorted(self._session.pool.processes.items())
         return [WorkerHandle(worker) for _, worker in workers if isinstance(worker, WorkerProcess)]
 

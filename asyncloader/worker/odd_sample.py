@@ -1,20 +1,27 @@
-"""Which sample of a batch keeps it from being collated: the one that is None, or unlike the others.
+"""Which sample of a batch keeps it from being collated: one with a part that cannot be, or unlike the others.
 
 For errors only, and of what the samples show from outside: types, shapes, lengths, keys.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
+
+import numpy as np
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 _FEW = 64  # parts of a sample that are looked into; a sequence with more is known by its length
 _DEEPEST = 8
 
 
-Outline: TypeAlias = tuple[tuple[str, str], ...]
-"""A sample from outside: its parts from the outermost on, each with its path in Python's notation, and words for it."""
+_NOWHERE = sys.maxsize
+
+Outline: TypeAlias = tuple[tuple[str, str, bool], ...]
+"""A sample from outside: its parts from the outermost on, each with its path in Python's notation, words for it, and
+whether torch's default collation takes such a thing."""
 
 
 def find_odd_sample(samples: Sequence[Any], *, must_be_alike: bool) -> tuple[int, str] | None:
@@ -34,11 +41,12 @@ def find_odd_sample(samples: Sequence[Any], *, must_be_alike: bool) -> tuple[int
         return None
     if not outlines:
         return None
-    has_none = [any(words == "None" for _, words in outline) for outline in outlines]
-    if any(has_none) and (must_be_alike or not all(has_none)):
-        position = has_none.index(True)
-        path = next(path for path, words in outlines[position] if words == "None")
-        return position, f"has None at {path}" if path else "is None"
+    is_bad = _cannot_be_collated if must_be_alike else _is_none
+    first = [next((place for place, part in enumerate(outline) if is_bad(part)), _NOWHERE) for outline in outlines]
+    if (place := min(first)) < _NOWHERE and (must_be_alike or _NOWHERE in first):
+        position = first.index(place)  # collation goes from part to part, and in each from sample to sample
+        path, words = outlines[position][place][:2]
+        return position, f"has {words} at {path}" if path else f"is {words}"
     usual = Counter(outlines).most_common(1)[0][0]
     position = next((number for number, outline in enumerate(outlines) if outline != usual), -1)
     if not must_be_alike or position < 0:
@@ -48,14 +56,23 @@ def find_odd_sample(samples: Sequence[Any], *, must_be_alike: bool) -> tuple[int
 
 def _difference(odd: Outline, usual: Outline) -> str:
     """Say in which part two outlines differ first. Lengths and keys come before what is in them, so both have it."""
-    (path, ours), (_, theirs) = next(pair for pair in zip(odd, usual, strict=False) if pair[0] != pair[1])
+    (path, ours, _), (_, theirs, _) = next(pair for pair in zip(odd, usual, strict=False) if pair[0] != pair[1])
     at = f" at {path}" if path else ""
     verb = "has" if at else "is"
     return f"{verb} {ours}{at}, where others of the batch {'have' if at else 'are'} {theirs}"
 
 
-def _outline(thing: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
-    yield path, _words(thing)
+def _is_none(part: tuple[str, str, bool]) -> bool:
+    return part[1] == "None"
+
+
+def _cannot_be_collated(part: tuple[str, str, bool]) -> bool:
+    return not part[2]
+
+
+def _outline(thing: Any, path: str, depth: int) -> Iterator[tuple[str, str, bool]]:
+    words = _unfit(thing)
+    yield path, words or _words(thing), not words
     if depth == _DEEPEST:
         return
     if isinstance(thing, Mapping) and len(thing) <= _FEW:
@@ -66,11 +83,26 @@ def _outline(thing: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
             yield from _outline(item, f"{path}[{number}]", depth + 1)
 
 
-def _words(thing: Any) -> str:
-    """Name a part by what torch's default collation looks at."""
+def _unfit(thing: Any) -> str:
+    """Say what torch's default collation cannot take, even if all samples have such a thing; "" for others."""
     name = type(thing).__name__
     if thing is None:
         return "None"
+    if isinstance(thing, (float, int, str, bytes, Mapping, Sequence)):
+        return ""
+    if not isinstance(thing, (np.ndarray, np.generic)):
+        return "" if isinstance(thing, tuple(default_collate_fn_map)) else f"a {name}"
+    if thing.dtype.kind not in "biufc":
+        return f"a {name} of the dtype {thing.dtype}"
+    if not thing.dtype.isnative:
+        return f"a {name} whose bytes are in the other order ({thing.dtype.str})"
+    is_flipped = any(stride < 0 for stride in thing.strides)
+    return f"a {name} that is a flipped view (.copy() makes one that can be collated)" * is_flipped
+
+
+def _words(thing: Any) -> str:
+    """Name a part by what torch's default collation looks at."""
+    name = type(thing).__name__
     if isinstance(thing, (bool, int, float)):
         return "a number"
     if isinstance(thing, (str, bytes)):

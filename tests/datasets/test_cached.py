@@ -349,6 +349,28 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: str, log: Path)
 # ---- workers ----
 
 
+def test_a_sample_that_two_have_made_counts_once(where: str, log: Path) -> None:
+    """Workers of a loop that was left are still at it while those of the next loop make the same."""
+    cached = CachedDataset(Noted(log), where, fingerprint="v1")
+    store = cached._store
+    other = copy.copy(store)
+    find = other._find
+
+    def find_late(key: Any, wait: bool) -> Any:
+        found = find(key, wait)
+        store.add(key, sample(key))  # between the look of the other one and its claim
+        return found
+
+    other._find = find_late  # type: ignore[method-assign]
+    for key in range(COUNT):
+        other.add(key, sample(key))
+    assert cached.usage().samples == COUNT
+    store._empty(store._find(3, True)[0])
+    assert cached.usage().samples == COUNT - 1
+    assert is_right(cached[3], 3)
+    assert cached.usage().samples == COUNT
+
+
 def test_workers_share_it(where: str, log: Path, start_method: str) -> None:
     """What one has made none makes again, in the next epoch, whatever way they were started."""
     cached = CachedDataset(Noted(log), where, fingerprint="v1")

@@ -109,6 +109,10 @@ async def test_bad_samples_are_skipped_or_replaced(
             assert [batch for batch in batches if batch] == expected
             (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
             assert "index 1 raised Bad" in record.getMessage()
+            instead = (
+                "the batch is made without it" if on_error == "skip" else "a good one of its batch takes its place"
+            )
+            assert instead in record.getMessage()
             assert "sample 1 is bad" in record.getMessage()  # its traceback
     assert [plain(batch) for batch in DataLoader(Flawed(set()), 4, num_workers=num_workers, on_error="skip")] == [
         [0, 1, 2, 3],

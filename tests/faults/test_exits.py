@@ -559,3 +559,25 @@ if __name__ == "__main__":
         notes.setdefault(int(pid), []).append(what)
     assert notes.pop(int(program.out)) == ["trainer's atexit"]
     assert list(notes.values()) == [["finally", "atexit"]] * 2
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("end", ["close", "_shutdown_workers"])
+def test_an_object_may_end_its_iterator_when_the_interpreter_goes(
+    run: Run, face: str, num_workers: int, end: str
+) -> None:
+    """Its ``__del__`` is called when the names of modules are gone: all has been closed before, and nothing is left."""
+    main = f"""
+class Holder:
+    def __init__(self):
+        self.iterator = iter(DataLoader(Numbers(), batch_size=4, num_workers={num_workers}))
+        next(self.iterator)
+    def __del__(self):
+        for worker in getattr(self.iterator, "_workers", ()):
+            worker.terminate()
+        getattr(self.iterator, "{end}", self.iterator.close)()
+holder = Holder()
+"""
+    program = run(NUMBERS + FACES[face] + main)
+    assert (program.returncode, program.out, program.err) == (0, "", "")

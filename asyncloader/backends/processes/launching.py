@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Generator
 from multiprocessing import util
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, current_process
 from typing import Any, TypeAlias, TypeVar, cast
 
 from asyncloader.backends.backend import Launch
@@ -19,6 +19,11 @@ T = TypeVar("T")
 
 Forking: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 """Gives what a fork is to be made in."""
+
+_DAEMON = (
+    "This process is a daemon, as those of multiprocessing.Pool are, and may not start worker processes. Use a "
+    'concurrent.futures.ProcessPoolExecutor in place of the Pool; or worker_backend="thread", or num_workers=0, here.'
+)
 
 _finalizers: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
 
@@ -64,8 +69,14 @@ def carry_out(steps: Generator[Launch, None, T]) -> T:
 def start_process(process: BaseProcess) -> None:
     """Start a process, in the calling thread."""
     dropped = _dropped_in_child()  # and kept: where a process is forked this frame is there too, to the end
-    process.start()
-    del dropped
+    try:
+        process.start()
+    except AssertionError as error:
+        if current_process().daemon:
+            error.add_note(_DAEMON)
+        raise
+    finally:
+        del dropped
 
 
 def _dropped_in_child() -> list[Any]:
