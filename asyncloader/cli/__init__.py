@@ -12,5 +12,5 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
-        sys.exit(f"The command line needs {missing.name}: pip install typer rich matplotlib")
+        sys.exit(f"The command line needs {missing.name}: pip install typer rich")
     app.main()
