@@ -33,7 +33,7 @@ from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
 from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
-from asyncloader.samplers.ordered import bare_state, whole_state
+from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
 from asyncloader.samplers.random_order import indices, skip, take
 from asyncloader.seeding.turns import Drawing
 
@@ -133,6 +133,7 @@ class Plan:
         self._is_simple = self.arrives and order is None  # nothing is to be noted when it is read
         self._is_stateful: bool | None = None  # known when the iterator within is there
         self._has_state = False
+        self._sampler_run: Run | None = None  # of a sampler of ours, that of this plan
         self._pace = pace
 
     def __iter__(self) -> Iterator[Any]:
@@ -305,10 +306,11 @@ class Plan:
 
     def _take_state(self) -> None:
         sampler = self._sampler if self._is_exact else None
+        self._sampler_run = self._sampler_run or newest_run(sampler)
         inner = self._inner if self._inner is not self._sampler and is_stateful(self._inner) else None
         try:
             state = {
-                "sampler": None if sampler is None else bare_state(sampler),
+                "sampler": None if sampler is None else bare_state(sampler, self._sampler_run),
                 "iterator": None if inner is None else inner.state_dict(),
             }
             self._progress.sampler_states.append((self._progress.read + 1, Frozen(state)))

@@ -90,12 +90,14 @@ class Run:
 
     Attributes:
         start: The cursor that it began at.
+        epoch: The epoch that it is of.
         read: How many items were read of it.
         ends: For a run that plans windows: its units up to the end of each window; 0 before the first one.
     """
 
-    def __init__(self, start: Any) -> None:
+    def __init__(self, start: Any, epoch: int) -> None:
         self.start = start
+        self.epoch = epoch
         self.read = 0
         self.ends = [0]
 
@@ -134,7 +136,7 @@ class ResumableSampler(Sampler[T_co], ABC):
         self._begin_at(self._beginning)
 
     def __iter__(self) -> Iterator[T_co]:
-        run = self._run = Run(self._next)
+        run = self._run = Run(self._next, self.epoch)
         self._next = self._beginning
         for item in self._deal(run):
             run.read += 1
@@ -200,7 +202,7 @@ class ResumableSampler(Sampler[T_co], ABC):
     def _begin_at(self, cursor: Any) -> None:
         """Let the next iterator begin at a cursor."""
         self._next = cursor
-        self._run = Run(cursor)
+        self._run = Run(cursor, self.epoch)
 
     @abstractmethod
     def _deal(self, run: Run) -> Iterator[T_co]:
@@ -279,13 +281,30 @@ class OrderedSampler(ResumableSampler[int], HasOrder):
         return range(start + self.rank, start + each * self.num_replicas, self.num_replicas)
 
 
-def bare_state(sampler: Any) -> Any:
+def bare_state(sampler: Any, run: Run | None = None) -> Any:
     """Return a sampler's state of now, without what `whole_state` adds.
 
     A state of a class of the user's, which may say more, is whole.
+
+    Args:
+        sampler: Any sampler with a state.
+        run: The iterator of it that is meant, as `newest_run` gives it; by default the newest one.
     """
-    own = isinstance(sampler, ResumableSampler) and type(sampler).state_dict is ResumableSampler.state_dict
-    return sampler._bare_state() if own else sampler.state_dict()
+    if not (isinstance(sampler, ResumableSampler) and type(sampler).state_dict is ResumableSampler.state_dict):
+        return sampler.state_dict()
+    if run is None or run is sampler._run:
+        return sampler._bare_state()
+    newest, epoch = sampler._run, sampler.epoch  # somebody else has begun to read the sampler, for a look at a batch
+    sampler._run, sampler.epoch = run, run.epoch
+    try:
+        return sampler._bare_state()
+    finally:
+        sampler._run, sampler.epoch = newest, epoch
+
+
+def newest_run(sampler: Any) -> Run | None:
+    """Return the newest iterator of a sampler of ours; None for others."""
+    return sampler._run if isinstance(sampler, ResumableSampler) else None
 
 
 def whole_state(sampler: Any, bare: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, ElasticSampler
 from asyncloader.errors import LoaderClosedError
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,6 +45,32 @@ def test_a_look_in_the_middle_of_a_loop(kind: str, caplog: pytest.LogCaptureFixt
             break
     assert rest_after(loader.state_dict()) == [8, 9]
     assert not caplog.records
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_look_at_a_sampler_with_a_state(num_workers: int) -> None:
+    """The states of the loop are of its own epoch, and of its own place in that."""
+
+    def made() -> DataLoader[Any]:
+        return DataLoader(range(40), 4, sampler=ElasticSampler(40, 1, 0), num_workers=num_workers)  # type: ignore[arg-type]
+
+    loader = made()
+    batches, states = [], []
+    for number, batch in enumerate(loader):
+        if number == 5:
+            next(iter(loader))
+        batches.append(batch.tolist())
+        states.append(loader.state_dict() if number != 5 else None)
+    states.append(loader.state_dict())
+    following = [batch.tolist() for batch in loader]
+    for number, state in enumerate(states):
+        if state is not None:
+            other = made()
+            other.load_state_dict(state)
+            rest = [batch.tolist() for batch in other]
+            assert rest == (following if number == 10 else batches[number + 1 :]), number
+            if number == 8:
+                assert [batch.tolist() for batch in other] == following
 
 
 @KINDS
