@@ -89,7 +89,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             batch comes sooner, ``prefetch_factor`` batches in all wait in memory, and a slow sample holds up nobody.
             "split" is for map-style datasets whose samples are made one after the other and collated by torch's
             default; it comes with ``seeding="sample"``.
-        seeding: "batch" seeds random, numpy and torch for each batch from (base seed, epoch, rank of the data, number
+        seeding: "batch" seeds random, numpy and torch for each batch from (base seed, rank of the data, number
             of the batch), so that the number of workers, their timing and a crash change nothing; "sample" for each
             sample by its place in the epoch, so that the batch size changes nothing either; "worker" keeps torch's
             streams. By default "batch", or "sample" with ``scheduling="split"``.

@@ -351,6 +351,11 @@ class Options:
         return self.knows_places and not (is_thread or self.overlaps)
 
     @property
+    def seeds_generators(self) -> bool:
+        """Whether generators that the dataset holds are seeded, for batches, samples or blocks."""
+        return self.seeds_each_batch or self.knows_places
+
+    @property
     def seeds_here(self) -> bool:
         """Whether samples may seed the global generators of this process, in blocks or one after the other."""
         return self.knows_places and self.is_in_process

@@ -86,12 +86,14 @@ class EpochSpec(NamedTuple):
 
     Attributes:
         number: Counts the runs of a pool; frames of an earlier run are dropped by it.
-        key: Base seed, epoch of the loader, and rank: with a sequence number they give the seeds of a batch.
+        key: Base seed, runs that had it before, and rank: with a sequence number they give the seeds of a batch.
         shared_seed: For IterDataPipe.
         epochs: The epochs that `set_epoch` has told the dataset; empty without workers, or if the run is over.
         starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
             is replaced the session writes down where the next one begins.
         num_workers: How many workers there are, for one that comes later than the first; 0 for as many as those.
+        epoch: How many runs the loader had before.
+        generators: The keys of generators that the dataset holds, by their paths.
     """
 
     number: int
@@ -100,6 +102,8 @@ class EpochSpec(NamedTuple):
     starts: dict[int, WorkerStart] | None = None
     epochs: tuple[Told, ...] = ()
     num_workers: int = 0
+    epoch: int = 0
+    generators: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,7 +234,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         if loader is None:
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
         check(state, self._options)
-        self._runs.set_epochs.note_load(self._options)
+        self._runs.note_load(state, self._options)
         self._restart(loader, copy.deepcopy(state))
 
     def leave(self) -> None:

@@ -1,8 +1,9 @@
 """The state of a loader: what is in it, and what it has to fit.
 
-    {"version": 2, "kind": "map" or "iterable",
+    {"version": 3, "kind": "map" or "iterable",
      "epoch": runs of the loader before this one, "position": batches of it that are done with, "ahead": [more of them],
-     "base_seed": of this run, or None if the next one draws its own,
+     "base_seed": of this run, or None if the next one draws its own, "reruns": runs that had it before,
+     "generators": the keys of generators that the dataset holds, by their paths (JSON),
      "at_iter": the random generators when the samplers were iterated over (JSON), "at_next": when these were first read
      (JSON), "" if the same; or now, if that was not yet, which "is_drawn" tells,
      "check": tells what the global generators are now, -1 if nobody can say, "shared_seed": of data pipes,
@@ -45,7 +46,9 @@ import torch
 
 from asyncloader import identity
 from asyncloader.engine.progress import Progress, SamplerState
+from asyncloader.epochs import Told
 from asyncloader.errors import StateMismatchError
+from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.snapshot import WorkerStart, as_plain, dataset_here, from_plain
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
@@ -56,7 +59,7 @@ from asyncloader.seeding.sample_context import EpochKey
 
 log = logging.getLogger("asyncloader")
 
-VERSION = 2
+VERSION = 3
 
 _OTHER_RANKS = (
     "A state of this sampler fits as many ranks as it was taken on. asyncloader.ElasticSampler, in the place of "
@@ -200,7 +203,9 @@ class Checkpointer:
         options: The loader's.
         progress: How far it is.
         order: When its order was drawn.
-        key: Base seed, runs of the loader before this one, and rank of the data: batches are seeded by them.
+        key: Base seed, runs that had it before, and rank of the data: batches are seeded by them.
+        epoch: How many runs of the loader were before this one.
+        generators: The keys of generators that the dataset holds, by their paths.
         shared_seed: The seed that data pipes share.
         sampler_epochs: The epochs that `set_epoch` had told samplers when the run began, from the outermost on.
         dataset_epochs: The epochs that it had told the dataset.
@@ -214,6 +219,8 @@ class Checkpointer:
     progress: Progress
     order: OrderDraw
     key: EpochKey
+    epoch: int
+    generators: dict[str, int]
     shared_seed: int | None
     sampler_epochs: list[int | None]
     dataset_epochs: list[int | None]
@@ -228,10 +235,11 @@ class Checkpointer:
         """The number that seeds of workers and of batches are made of."""
         return self.key[0]
 
-    @property
-    def epoch(self) -> int:
-        """How many runs of the loader were before this one."""
-        return self.key[1]
+    def epoch_spec(
+        self, number: int, starts: dict[int, WorkerStart] | None, epochs: tuple[Told, ...] = ()
+    ) -> EpochSpec:
+        """Return the run in the form that workers receive, as that of this number in their pool."""
+        return EpochSpec(number, self.key, self.shared_seed, starts, epochs, 0, self.epoch, self.generators)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of what was yielded so far."""
@@ -292,6 +300,8 @@ class Checkpointer:
             samplers,
             at_iter=_generators_now(self.options),
             base_seed=self.base_seed if self.options.persistent_workers else None,
+            reruns=self.key[1] + 1 if self.options.persistent_workers else 0,
+            generators=json.dumps(self.generators),
             shared_seed=self.shared_seed if self.options.persistent_workers else None,
             finished=True,
             has_past=self.options.persistent_workers,
@@ -329,6 +339,8 @@ class Checkpointer:
             samplers,
             **self.order.as_plain(),
             base_seed=self.base_seed,
+            reruns=self.key[1],
+            generators=json.dumps(self.generators),
             shared_seed=self.shared_seed,
             set_epochs=list(self.sampler_epochs),
             dataset_epochs=list(self.dataset_epochs),
@@ -362,7 +374,9 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
     return {**state, **given, "position": number, "drawn": drawn, "sample": sample}
 
 
-def initial_state(options: Options, epoch: int, excluded: Any = None) -> dict[str, Any]:
+def initial_state(
+    options: Options, epoch: int, excluded: Any = None, generators: dict[str, int] | None = None
+) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
     samplers = SamplerState(own_state(options.index_sampler))
     here = WorkerStart() if options.has_workers else dataset_here(options.dataset, options.snapshot_every)
@@ -375,6 +389,7 @@ def initial_state(options: Options, epoch: int, excluded: Any = None) -> dict[st
         workers=None if here == WorkerStart() else as_plain({0: here}),
         num_workers=int(options.num_workers) if options.is_auto else None,
         excluded=excluded,
+        generators=json.dumps(generators or {}),
     )
 
 
@@ -405,6 +420,8 @@ def _empty() -> dict[str, Any]:
         "position": 0,
         "ahead": [],
         "base_seed": None,
+        "reruns": 0,
+        "generators": "{}",
         "shared_seed": None,
         "at_iter": "",
         "at_next": "",

@@ -25,7 +25,7 @@ from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call
 from asyncloader.engine.taking import Item, Taking
 from asyncloader.errors import LoaderClosedError
-from asyncloader.messages.messages import EpochSpec, Kind
+from asyncloader.messages.messages import Kind
 from asyncloader.messages.snapshot import Frozen
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
@@ -99,9 +99,10 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._meter.fingerprint = progress.fingerprint
         taking = Taking(progress, ErrorLimit(options, progress, faults))
         pin = None if self._pinner is None else self._pinner.pin
-        aside = partial(alone, start.checkpointer.key) if options.seeds_each_sample else None
         self.is_closed = False
-        self._run = InlineRun(start.plan, taking, self._make_maker(start), pin, aside)
+        maker, made = self._make_maker(start), start.checkpointer
+        aside = partial(alone, made.key, maker.seeder.own) if options.seeds_each_sample else None
+        self._run = InlineRun(start.plan, taking, maker, pin, aside)
         self._run.stop_with(self)
         if getattr(start.plan, "arrives", False):  # whoever brings keys may wait for those who take batches
             exits.note_user()
@@ -131,7 +132,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             kept[:] = [each for each, before, now in zip(GLOBAL, checks, _checks(), strict=True) if before == now]
 
         with Drawing():  # a state of the dataset may set global generators
-            maker.begin(EpochSpec(0, start.checkpointer.key, starts=start.starts), open_source)
+            maker.begin(start.checkpointer.epoch_spec(0, start.starts), open_source)
         if maker.failure is not None:
             raise maker.failure
         return maker

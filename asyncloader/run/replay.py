@@ -269,8 +269,10 @@ def of_one_batch(twin: Any, found: Found) -> dict[str, Any]:
         max_worker_memory=None,
         trace=None,
     )
-    begun = {"position": found.number, "sample": found.first, "base_seed": found.seeds.base_seed}
-    return {**initial_state(twin._loader_options(), found.seeds.epoch), **begun, "at_iter": "[]"}  # no generator is set
+    base_seed, reruns, _ = (seeds := found.seeds).key
+    begun = {"position": found.number, "sample": found.first, "base_seed": base_seed, "reruns": reruns}
+    state = initial_state(twin._loader_options(), seeds.epoch, generators=seeds.generators)
+    return {**state, **begun, "at_iter": "[]"}  # no generator is set
 
 
 @contextlib.contextmanager

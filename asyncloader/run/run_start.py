@@ -88,6 +88,7 @@ def begin(
     if prepare is not None:
         at_iter = _prepare(prepare, rng, at_iter, keeps_seed=_keeps_seed(state))
     samplers, starts = _load(options, state, states, runs, left)
+    generators = {**runs.keys_of_generators(options), **({} if state is None else json.loads(state["generators"]))}
     loaded = at_iter if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     with Drawing():
         drawn = draw()
@@ -101,7 +102,7 @@ def begin(
         order.begin_read(_after_seed(options, rng, before))
         samplers = SamplerState(None)
     epoch = runs.begun if state is None else state["epoch"]
-    key = EpochKey((drawn.base_seed, epoch, data_rank(options)))
+    key = EpochKey((drawn.base_seed, _reruns(state, last), data_rank(options)))
     progress = _progress(options, state, drawn, key, _known(options, starts, last))
     by_plan = None if reads_again(options, starts) else order
     plan = _plan(options, runs, progress, epoch, drawn.keys, samplers, states, by_plan, is_resumed=state is not None)
@@ -110,6 +111,8 @@ def begin(
         progress,
         order,
         key,
+        epoch,
+        generators,
         drawn.shared_seed,
         sampler_epochs=runs.set_epochs.of_samplers(options.index_sampler),
         dataset_epochs=[each.number for each in runs.set_epochs.of_dataset(options.dataset)],
@@ -137,6 +140,13 @@ def _rewind(
 def _keeps_seed(state: dict[str, Any] | None) -> bool:
     """Whether the run has the base seed of the state, and draws none."""
     return state is not None and state["base_seed"] is not None
+
+
+def _reruns(state: dict[str, Any] | None, last: Checkpointer | None) -> int:
+    """Return how many runs had the base seed of this run before it."""
+    if state is not None and _keeps_seed(state):
+        return int(state["reruns"])
+    return 0 if last is None else last.key[1] + 1
 
 
 def _prepare(prepare: Callable[[], object], rng: RNGSnapshot, at_iter: list[Any], *, keeps_seed: bool) -> list[Any]:

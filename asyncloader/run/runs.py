@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,6 +21,8 @@ from asyncloader.run.current_run import CurrentRun
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import left_after, since_preload
 from asyncloader.run.set_epochs import SetEpochs
+from asyncloader.seeding.generators import check_of
+from asyncloader.seeding.own_generators import seeded_generators_of
 
 _HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
 """What of a state says how much of its epoch is left."""
@@ -47,6 +50,7 @@ class Runs:
         traffic: Counts what comes from other machines.
         num_on_nodes: Workers that there are to be on other machines, where their number looks after itself.
         warned: The warnings that were logged about states, once each.
+        generator_keys: Of generators that the dataset holds, by the checks of their states, where a state brought them.
     """
 
     def __init__(self, *, is_in_step: bool = False) -> None:
@@ -62,6 +66,7 @@ class Runs:
         self.slicer = Slicer()
         self.traffic = Traffic()
         self.num_on_nodes = 0
+        self.generator_keys: dict[int, int] = {}
         self._trace: Trace | None = None
         self._number = next(_numbers) if is_in_step else None
 
@@ -85,7 +90,8 @@ class Runs:
             return {**state, "samplers": since_preload(options().index_sampler, state["samplers"])}
         record = self.current.record(of_state=True)
         if record is None:
-            return initial_state(options(), self.begun, self.exclusions.state())
+            there = options()
+            return initial_state(there, self.begun, self.exclusions.state(), self.keys_of_generators(there))
         state = record.checkpointer.state_dict()
         return {**state, "epoch": self.begun} if state["finished"] else state
 
@@ -168,12 +174,33 @@ class Runs:
     def load(self, state: dict[str, Any], options: Options) -> None:
         """Have the next run begin from a state that fits; an empty one for the very first."""
         self.loaded = copy.deepcopy(state) or None
-        self.set_epochs.note_load(options)
+        self.note_load(state, options)
         self.current.close_all()
         self.past.clear()
         self.begun = 0
         if not state:
             self.exclusions = Exclusions()
+
+    def note_load(self, state: dict[str, Any], options: Options) -> None:
+        """Note a state that is loaded: what is set from now on, by the trainer, counts in its place."""
+        self.set_epochs.note_load(options)
+        self.generator_keys = {}
+        if state:
+            saved = json.loads(state["generators"])
+            here = self.keys_of_generators(options)
+            self.generator_keys = {check: saved[path] for path, check in here.items() if path in saved}
+
+    def keys_of_generators(self, options: Options) -> dict[str, int]:
+        """Return what the seeds of generators that the dataset holds are made of: their states as they are here.
+
+        As long as the trainer leaves a generator as it was when a state was loaded, its key is that of the state. So
+        one that nobody has seeded goes on too.
+        """
+        if not options.seeds_generators:
+            return {}
+        generators = seeded_generators_of(options.dataset, options.collate_fn)
+        checks = {path: check_of(generator) for path, generator in generators.items()}
+        return {path: self.generator_keys.get(check, check) for path, check in checks.items()}
 
     def exclude(self, keys: Iterable[Any]) -> None:
         """Leave samples out of all batches that are yet to be read."""

@@ -165,10 +165,11 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _begin_ahead(self, keys: list[Any], progress: Progress, epochs: tuple[Told, ...], *, is_whole: bool) -> Run:
         """Begin a run with the keys of its first batches, or of all, which nobody has asked for yet."""
-        key = EpochKey((int(self._base_seed), self._runs.begun, self._run.epoch.key[2]))
+        key = EpochKey((int(self._base_seed), self._checkpointer.key[1] + 1, self._run.epoch.key[2]))
         if self._options.seeds_here:
             self._seeding.begin(key)
-        epoch = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs)
+        runs, generators = self._runs, self._runs.keys_of_generators(self._options)
+        epoch = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs, 0, runs.begun, generators)
         run = self._make_run(epoch, iter(keys), progress)
         self._session.push(run)
         run.read_first(self._session.waker(), until=len(keys) + is_whole)
@@ -198,8 +199,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _epoch_of(self, start: RunStart) -> EpochSpec:
         """Return the run in the form that workers receive."""
-        made = start.checkpointer
-        return EpochSpec(next(self._run_numbers), made.key, made.shared_seed, start.starts, self._epochs())
+        return start.checkpointer.epoch_spec(next(self._run_numbers), start.starts, self._epochs())
 
     def _make_run(self, epoch: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
         return workplace.make_run(self._options, self._runs, epoch, plan, progress)

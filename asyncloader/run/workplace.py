@@ -115,7 +115,7 @@ def make_run(options: Options, runs: Runs, epoch: EpochSpec, plan: Iterator[Any]
         slices=_make_slices(options, runs),
         runs_ahead=not may_be_looked_at(options.index_sampler),
     )
-    meter = _make_meter(options, runs, epoch.key[1], scheduler.window, faults)
+    meter = _make_meter(options, runs, epoch.epoch, scheduler.window, faults)
     limit = ErrorLimit(options, progress, faults)
     return Run(options, scheduler, epoch, meter, plan, progress, limit)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +31,14 @@ def state_of(generator: Any) -> Any:
     """Return the state of a generator, which it can be set to."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state() if is_old(generator) else generator.get_state(legacy=False)  # or it would warn
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def is_old(generator: np.random.RandomState) -> bool:
+    """Whether a generator is numpy's first kind: a Mersenne Twister, which can be seeded again."""
+    return isinstance(generator._bit_generator, np.random.MT19937)
 
 
 def set_state(generator: Any, state: Any) -> None:
@@ -55,7 +63,9 @@ def check_of(generator: Any) -> int:
     if isinstance(generator, np.random.RandomState) and type(state) is tuple:
         _, words, position, has_gauss, gauss = state
         return zlib.crc32(words.data, int(position)) ^ (hash(gauss) & 0xFFFFFFFF if has_gauss else 0)
-    return zlib.crc32(repr(state).encode())
+    return zlib.crc32(
+        json.dumps(state, default=lambda words: words.tolist()).encode()
+    )  # not `repr`: numpy's can be set
 
 
 def states_of(generators: Iterable[Any]) -> list[tuple[Any, Any]]:

@@ -1,31 +1,27 @@
 """Random generators that a dataset has beside the global ones, in its transforms: albumentations and MONAI have them.
 
-    dataset ── held ──> numpy Generator, RandomState, random.Random, torch.Generator
-                          │  seeded for a batch, or a sample, with the global ones
-                          └─ and given back afterwards, as they were
+    trainer: dataset ── held ──> generators ── their states as an epoch begins ──> keys, by path
+    worker:  dataset ── held ──> generators ── key, epoch, rank, number of the batch (sample) ──> seeds
 
-So code outside of samples (which shuffles an order alike in each worker) draws as if nothing was seeded.
+So generators that are alike draw alike, in any worker, and other seeds give other numbers. Outside of samples they are
+as if nothing was seeded: a dataset that shuffles an order when it hears of an epoch does so alike in all workers.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncloader.seeding.generators import GLOBAL, KINDS, state_of
-from asyncloader.seeding.hashing import mix
+from asyncloader.protocols import is_stateful
+from asyncloader.seeding.generators import GLOBAL, KINDS, check_of, is_old
+from asyncloader.seeding.hashing import mix, mix_on
 from asyncloader.seeding.holdings import held
 
-log = logging.getLogger("asyncloader")
-
 _WORD = (1 << 32) - 1
-_SHOWN = 3
 
 
 def _is_generator(thing: Any) -> bool:
@@ -36,7 +32,7 @@ def _is_generator(thing: Any) -> bool:
 def _has_state(generator: Any) -> bool:
     """Whether a generator could be given back. The system's generator has no state."""
     try:
-        state_of(generator)
+        check_of(generator)
     except Exception:
         return False
     return True
@@ -55,64 +51,63 @@ def generators_of(dataset: Any, collate_fn: Any = None) -> dict[str, Any]:
     return found
 
 
+def seeded_generators_of(dataset: Any, collate_fn: Any = None) -> dict[str, Any]:
+    """Return those that are seeded: a dataset that provides its state keeps its generators itself."""
+    found = generators_of(dataset, collate_fn)
+    if found and is_stateful(dataset):
+        kept = set(map(id, generators_of(dataset).values()))
+        return {path: generator for path, generator in found.items() if id(generator) not in kept}
+    return found
+
+
 class OwnGenerators:
-    """The generators that the dataset of one worker holds. They are looked for once, when the worker opens it.
+    """The generators that a worker seeds, of its copy of the dataset, in one epoch.
 
     Args:
-        dataset: As the worker has it.
-        collate_fn: The worker's.
+        by_path: The generators.
+        keys: What the trainer's process knows of their states, by their paths.
+        epoch_key: Base seed, runs that had it before, and rank.
+        epoch: How many runs the loader had before.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Any = None) -> None:
-        self._of = dataset, collate_fn
-        self._by_path = generators_of(dataset, collate_fn)
-        self._are_looked_for = True  # once more, after the first batch
-        self._seeders = [_seeder(generator) for generator in self._by_path.values()]
+    def __init__(
+        self, by_path: dict[str, Any], keys: dict[str, int], epoch_key: tuple[int, int, int], epoch: int
+    ) -> None:
+        self._generators = list(by_path.values())
+        self._seeders: list[tuple[Callable[[int], object], int]] = []
+        strangers: dict[int, int] = {}
+        for path, generator in by_path.items():
+            if (key := keys.get(path)) is None:
+                # It came to be in this worker, or was seeded for it. Its state may be that of no other worker; but
+                # which of them are alike is the same in all.
+                key = mix(epoch_key[0], strangers.setdefault(check_of(generator), len(strangers)))
+            self._seeders.append((_seeder(generator), mix(key, epoch, epoch_key[2])))
 
     def __len__(self) -> int:
-        return len(self._by_path)
+        return len(self._generators)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._by_path.values())
+        return iter(self._generators)
 
-    def seed(self, seed: int) -> None:
-        """Seed all of them with this number: each draws numbers of its own."""
-        for number, put in enumerate(self._seeders, 1):
-            put(mix(seed, number))
-
-    def look_for_late_ones(self) -> None:
-        """Say so, once, if the first batch has brought generators that nobody could seed for it."""
-        if not self._are_looked_for:
-            return
-        self._are_looked_for = False
-        known = set(map(id, self._by_path.values()))
-        late = [path for path, generator in generators_of(*self._of).items() if id(generator) not in known]
-        if late:
-            log.warning(
-                "The dataset made random generators of its own while it made its first batch (%s), too late to be "
-                "seeded: what they draw depends on the number of workers, and differs from run to run unless they were "
-                "seeded. Make them in __init__, and they are seeded with the global ones; or draw from these, or from "
-                "asyncloader.sample_rng().",
-                ", ".join(late[:_SHOWN]) + ", ..." * (len(late) > _SHOWN),
-            )
+    def seed(self, number: int, part: int = 0) -> None:
+        """Seed all of them for this batch, or sample."""
+        for put, key in self._seeders:
+            put(mix_on(key, part, number))
 
 
-def _seeder(generator: Any) -> Callable[[int], Any]:
+NONE = OwnGenerators({}, {}, (0, 0, 0), 0)
+
+
+def _seeder(generator: Any) -> Callable[[int], object]:
     """Return what seeds a generator, in place, with 64 bits or as many as it takes."""
     if isinstance(generator, np.random.Generator):
         bits: Any = generator.bit_generator
-        if type(bits) is np.random.PCG64:  # what `default_rng` makes
-            return partial(_seed_pcg64, bits)
         return lambda seed: setattr(bits, "state", type(bits)(seed).state)
     if isinstance(generator, np.random.RandomState):
-        return lambda seed: generator.seed(seed & _WORD)
+        if is_old(generator):
+            return lambda seed: generator.seed(seed & _WORD)
+        bits = generator._bit_generator
+        return lambda seed: generator.set_state({**type(bits)(seed).state, "has_gauss": 0, "gauss": 0.0})
     if isinstance(generator, torch.Generator):
         return lambda seed: generator.manual_seed(seed >> 1)
-    return generator.seed  # type: ignore[no-any-return]
-
-
-def _seed_pcg64(bits: Any, seed: int) -> None:
-    """Begin anew with a state and a stream made of the seed. To make a `PCG64` of it, as numpy does, takes 22 us."""
-    state, stream = mix(seed, 1) << 64 | mix(seed, 2), mix(seed, 3) << 64 | mix(seed, 4) | 1
-    words = {"state": state, "inc": stream}
-    bits.state = {"bit_generator": "PCG64", "state": words, "has_uint32": 0, "uinteger": 0}
+    return lambda seed: generator.seed(seed)

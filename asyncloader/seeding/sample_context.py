@@ -25,7 +25,9 @@ _WORD = (1 << 32) - 1
 
 
 class EpochKey(tuple[int, int, int]):
-    """The numbers that seed an epoch: base seed, epoch of the loader, rank.
+    """The numbers that seed an epoch: base seed, how many runs had it before, rank.
+
+    A base seed is drawn for each run, and tells runs apart. Persistent workers keep theirs, and count.
 
     The run and all its samples in this process share one object, whose copies elsewhere are just numbers.
 
@@ -136,7 +138,7 @@ class SeedingContext(SampleContext):
     def position(self, position: int) -> None:
         self._position = position
         if position >= 0:
-            self.seeder.set(self._seeds[position])
+            self.seeder.set(self._seeds[position], self.first + position)  # type: ignore[operator]
         elif position == COLLATION:
             self.seeder(self.first, COLLATE)  # type: ignore[arg-type]
 
@@ -171,7 +173,7 @@ def here() -> SampleContext:
 def sample_rng() -> np.random.Generator:
     """Return the random generator of the sample that is being fetched.
 
-    Its numbers depend on the loader's base seed, the epoch, the rank of the data (see ``seeding_rank`` of the loader),
+    Its numbers depend on the base seed of the epoch, the rank of the data (see ``seeding_rank`` of the loader),
     the number of the batch and the position in it, and on nothing else: the same come with any `num_workers`,
     `concurrency` or timing, after a crash and on a retry. With ``seeding="sample"`` it depends on the place in the
     epoch's order in place of batch and position: then the same come with any batch size as well. The global generators

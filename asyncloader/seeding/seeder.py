@@ -21,7 +21,7 @@ import torch
 from torch.utils.data._utils.worker import _generate_state
 
 from asyncloader.seeding.hashing import mix, mix_on
-from asyncloader.seeding.own_generators import OwnGenerators
+from asyncloader.seeding.own_generators import NONE, OwnGenerators
 
 WHOLE = 1
 """The part of a batch that is fetched by one call."""
@@ -78,7 +78,7 @@ def _seed(key: int, mixed_key: int, number: int) -> int:
     public domain), which maps 32 bits to 32 bits, one to one.
 
     Args:
-        key: The key of the epoch, mixed from base seed, epoch and rank.
+        key: The key of the epoch, mixed from base seed, runs that had it before, and rank.
         mixed_key: ``mix(key)``.
         number: The number of the batch, or of the sample in the epoch.
     """
@@ -111,11 +111,11 @@ class Seeder:
     """Seeds the generators for one batch after another, or one sample. Each worker has its own, for each epoch.
 
     Args:
-        key: Base seed, epoch of the loader, rank. With the number they make the seed.
-        own: Generators that the worker's copy of the dataset holds, which are seeded as well; None if it has none.
+        key: Base seed, runs that had it before, rank. With the number they make the seed.
+        own: Generators that the worker's copy of the dataset holds, which are seeded as well.
     """
 
-    def __init__(self, key: tuple[int, int, int], own: OwnGenerators | None = None) -> None:
+    def __init__(self, key: tuple[int, int, int], own: OwnGenerators = NONE) -> None:
         self.key = key
         self.own = own
         self._keys: dict[int, tuple[int, int]] = {}  # by part
@@ -131,7 +131,7 @@ class Seeder:
             part: The part of the batch or sample; each has numbers of its own.
         """
         seed = _seed(*self._keys_of(part), number)
-        self.set(seed)
+        self.set(seed, number, part)
         return seed
 
     def seeds(self, first: int, count: int) -> list[int]:
@@ -145,8 +145,8 @@ class Seeder:
             keys = self._keys[part] = key, mix(key)
         return keys
 
-    def set(self, seed: int) -> None:
-        """Seed the generators with this number.
+    def set(self, seed: int, number: int, part: int = 0) -> None:
+        """Seed the global generators with this seed, and the dataset's own for this batch, or sample.
 
         torch's own generator is seeded directly: ``torch.manual_seed`` walks over all devices and takes 160 us;
         Python's by the method that ``random.seed`` calls in the end. numpy gets one word too: an array of words takes
@@ -156,5 +156,5 @@ class Seeder:
         self._python.gauss_next = None
         self._seed_torch(seed)
         np.random.seed((seed ^ _FOR_NUMPY) & _WORD)
-        if self.own is not None:
-            self.own.seed(seed)
+        if self.own:
+            self.own.seed(number, part)

@@ -30,7 +30,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -162,15 +162,19 @@ def untouched(patience_s: float | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(epoch: EpochKey) -> Iterator[None]:
+def alone(epoch: EpochKey, own: Iterable[Any] = ()) -> Iterator[None]:
     """Leave the global generators as they are, whatever is drawn from them, or seeded, meanwhile for this epoch.
+
+    Args:
+        epoch: The samples' epoch.
+        own: Generators of the dataset's own, which is the trainer's here: they are left alone too.
 
     Raises:
         LoaderClosedError: if its run is over.
     """
     with Drawing(epoch):
         _refuse_if_over(epoch)
-        with left_alone():
+        with left_alone((*GLOBAL, *own)):
             yield
 
 
@@ -291,7 +295,7 @@ class sample_seed:  # read as a function that returns a context manager
         seeder = sample.seeder
         self._is_holder, turn.holder = True, sample
         _refuse_if_over(seeder.key)
-        self._states = states_of((*(GLOBAL if turn.is_trainers else ()), *(seeder.own or ())))
+        self._states = states_of((*GLOBAL, *seeder.own)) if turn.is_trainers else ()
         part = BLOCK + 3 * sample.next_block() - min(sample.position, 0)
         seeder(sample.number, part)
 

@@ -137,10 +137,10 @@ def _cause(again: list[list[Any]], expected: list[list[Any]], dataset: Any, opti
     if any(difference(one, other) is not None for one, other in zip(again, expected, strict=True)):
         return (
             "The same loader, seeded alike, gives other samples in a second run: something draws from a random "
-            "generator that nobody seeds, such as np.random.default_rng() or random.Random() made in __getitem__, a "
-            "library's hidden one, or the time. Draw from the global generators of random, numpy and torch, from "
-            "asyncloader.sample_rng(), or from generators that the dataset or its transforms have as attributes since "
-            "__init__: all of these are seeded."
+            "generator that nobody seeds, such as np.random.default_rng() or random.Random() without a seed, or made "
+            "in __getitem__, a library's hidden one, or the time. Draw from the global generators of random, numpy and "
+            "torch, from asyncloader.sample_rng(), or from generators that the dataset or its transforms have as "
+            "attributes since __init__, with a seed."
         )
     overlaps = is_async(dataset) or (options["concurrency"] or 1) > 1 or options["worker_backend"] == "thread"
     if overlaps and options["num_workers"]:

@@ -40,9 +40,9 @@ from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
 from asyncloader.protocols import namer
 from asyncloader.seeding import sample_context
-from asyncloader.seeding.generators import left_alone
+from asyncloader.seeding.generators import check_of, restore, states_of
 from asyncloader.seeding.hashing import mix
-from asyncloader.seeding.own_generators import OwnGenerators
+from asyncloader.seeding.own_generators import OwnGenerators, seeded_generators_of
 from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.transport.collate import is_default, recycling_collate
@@ -131,7 +131,8 @@ class BatchMaker:
         self._run = run
         self._aside = aside
         self._fetch: Any = None  # a `Fetcher`, where samples are fetched one by one
-        self._own: OwnGenerators | None = None
+        self._own_states: list[tuple[Any, Any]] = []  # as they are outside of samples
+        self._reseeded: set[str] = set()  # by `worker_init_fn`
         self._digest: Callable[[Any], int] | None = None
         self._epoch: EpochSpec
         self._cpu_clock = host.cpu_clock
@@ -183,7 +184,9 @@ class BatchMaker:
         with self.opening():
             self._host.enter(self._id, spec, partial(self._reseed_pipe, spec.dataset))
             if spec.worker_init_fn is not None:
+                before = self._generator_checks()
                 spec.worker_init_fn(self._id)
+                self._reseeded = {path for path, _ in self._generator_checks() - before}
 
     def begin(self, epoch: EpochSpec, open_source: Callable[[Any], None] | None = None) -> None:
         """Begin a run: bring the dataset into the state that it begins with, and open what samples come from.
@@ -203,6 +206,7 @@ class BatchMaker:
         spec, outside = self.spec, sample_context.current.set(SampleContext(self.seeder, 0))
         try:
             self._leave(before)
+            restore(self._own_states)
             self._digest = make_digester(spec.fingerprint)
             dataset = self._reseed_pipe(spec.dataset)
             tell(dataset, epoch.epochs, self._epochs)
@@ -211,7 +215,7 @@ class BatchMaker:
                 start = epoch.starts[self._id]
                 self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
                 tell(dataset, start.epochs, ())
-            self._find_generators(dataset)
+            self._find_generators()
             (open_source or self.open_fetcher)(dataset)
             if self._fetch is not None and self.keeper is not None and self.keeper.made:
                 with self._aside():
@@ -231,12 +235,20 @@ class BatchMaker:
         if is_stream and keeper is not None and keeper.is_put_back and fetch.is_unread and not fetch.ended:
             fetch_and_drop(fetch, [None])
 
-    def _find_generators(self, dataset: Any) -> None:
+    def _own_generators(self) -> dict[str, Any]:
         """Look for generators of the dataset's own, where samples are seeded."""
         spec = self.spec
-        is_seeded = spec.seeds_each_batch or spec.knows_places
-        self._own = OwnGenerators(dataset, spec.collate_fn) if is_seeded else None
-        self.seeder = Seeder(self._epoch.key, self._own or None)
+        return seeded_generators_of(spec.dataset, spec.collate_fn) if spec.seeds_each_batch or spec.knows_places else {}
+
+    def _generator_checks(self) -> set[tuple[str, int]]:
+        return {(path, check_of(generator)) for path, generator in self._own_generators().items()}
+
+    def _find_generators(self) -> None:
+        by_path, epoch = self._own_generators(), self._epoch
+        known = {path: key for path, key in (epoch.generators or {}).items() if path not in self._reseeded}
+        self.seeder = Seeder(epoch.key, OwnGenerators(by_path, known, epoch.key, epoch.epoch))
+        # In the trainer's process each batch, or block, gives them back.
+        self._own_states = states_of(by_path.values()) if self._host.is_remote else []
 
     @property
     def _seeds(self) -> bool:
@@ -272,19 +284,6 @@ class BatchMaker:
         """Make a batch. An exception stands for the batch, unless the worker cannot go on after it."""
         if self.refuses(keys):
             return self.refused(ticket, keys)
-        if (own := self._own) is None:
-            return self._make(ticket, keys, waited_s)
-        with left_alone(own if self._seeds else ()):
-            outcome = self._make(ticket, keys, waited_s)
-        self._look_for_late_ones(own)
-        return outcome
-
-    def _look_for_late_ones(self, own: OwnGenerators) -> None:
-        own.look_for_late_ones()
-        if not own:
-            self._own = None
-
-    def _make(self, ticket: int, keys: Any, waited_s: float) -> Outcome:
         job, fetch, keeper = Job(ticket, waited_s=waited_s), self._fetch, self.keeper
         rows: Sequence[Rows] | None = None
         if type(keys) is Slice:
@@ -326,11 +325,10 @@ class BatchMaker:
 
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
-        with left_alone(self._own or ()):
-            for made in keeper.made:
-                here, keys = self._context(Seeder(made.key, self.seeder.own), made.batch, made.keys)
-                sample_context.current.set(here)
-                fetch_and_drop(self._fetch, keys)
+        for made in keeper.made:
+            here, keys = self._context(Seeder(made.key), made.batch, made.keys)
+            sample_context.current.set(here)
+            fetch_and_drop(self._fetch, keys)
 
     def _leave_out(self, count: int, job: Job) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""
@@ -348,8 +346,6 @@ class BatchMaker:
         `batch` makes an outcome of the data then, or `failed` of what was raised.
         """
         sample_context.enter(self.seeder, job.ticket, COLLATION if job.first is not None else BATCH, job.first)
-        if self._own is not None:
-            self._look_for_late_ones(self._own)
         if self.keeper is not None and not self.spec.is_iterable:
             job.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
         return self._finish(job, None, may_await=True)

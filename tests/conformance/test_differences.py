@@ -66,7 +66,7 @@ def test_stop_iteration_is_no_end(ours: Any, num_workers: int) -> None:
 @differs(
     "random numbers in workers",
     torch="one stream for each worker: another num_workers gives other augmentations",
-    ours="each batch is seeded from base seed, epoch, rank of the data and the batch's number",
+    ours="each batch is seeded from the base seed of the epoch, the rank of the data and the batch's number",
     why="num_workers, timing, a crash and a resume change nothing",
     instead='`seeding="worker"`',
 )

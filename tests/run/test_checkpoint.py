@@ -66,7 +66,7 @@ def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:
     epochs: dict[str, list[int | None]] = {"sampler_epochs": [], "dataset_epochs": [None]}
     rest: dict[str, Any] = {"exclusions": Exclusions(), "has_past": False, "num_workers": None, "warned": set()}
     order = OrderDraw(rng, rng.capture())
-    return Checkpointer(settings, progress, order, EpochKey((77, 3, 0)), None, **epochs, **rest)
+    return Checkpointer(settings, progress, order, EpochKey((77, 0, 0)), 3, {}, None, **epochs, **rest)
 
 
 OTHERS: dict[str, tuple[Any, Any, Any]] = {
@@ -114,7 +114,7 @@ def test_other_ranks_are_told_of_the_sampler_that_fits_them() -> None:
             check(initial_state(settings_of(**one), 0), settings_of(**other))
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 1}, {"version": 3}, [2], None])
+@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": 4}, [3], None])
 def test_what_is_no_state_of_this_version(state: Any) -> None:
     """Also what is no state at all."""
     with pytest.raises(StateMismatchError, match="not a state of this version"):
@@ -280,7 +280,7 @@ def test_a_dataset_whose_state_cannot_be_taken_is_told_once(caplog: pytest.LogCa
     give(progress, 0, worker=0, in_stream=0, snapshot=Untold("TypeError: no pickle"), keys=[1, 2])
     checkpointer = checkpointer_of(settings_of(Counts()), progress)
     with caplog.at_level(logging.WARNING, logger="asyncloader"):
-        assert checkpointer.state_dict()["version"] == 2
+        assert checkpointer.state_dict()["version"] == 3
         checkpointer.state_dict()
     (message,) = caplog.messages
     assert "could not be taken (TypeError: no pickle). It is not in states of the loader." in message

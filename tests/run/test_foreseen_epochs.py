@@ -17,18 +17,34 @@ LENGTH = 8
 
 
 class Reseeded:
-    """Draws from a generator that each epoch begins anew, and counts what it has heard."""
+    """Draws from generators that each epoch seeds anew, and counts what it has heard."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
-        self.rng = random.Random(-1)
+        self.seed = -1
 
     def set_epoch(self, epoch: int) -> None:
-        self.rng = random.Random(epoch)
+        self.seed = epoch
         self.calls = [*self.calls, epoch]
 
     def __len__(self) -> int:
         return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = random.Random(f"{self.seed} {index}").randrange(1 << 30)
+        return index, drawn, len(self.calls), self.calls[-1] if self.calls else -1
+
+
+class KeepsOne(Reseeded):
+    """Keeps a generator, which the loader seeds by what the trainer's has become: that cannot be foreseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(-1)
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.rng = random.Random(epoch)
 
     def __getitem__(self, index: int) -> Any:
         return index, self.rng.randrange(1 << 30), len(self.calls), self.calls[-1] if self.calls else -1
@@ -101,7 +117,7 @@ ONCE = [(3, None, None, None), (None, None, None), (None, 3, None, None)]
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("draws", [False, True], ids=["", "draws"])
-@pytest.mark.parametrize("kind", [Reseeded, ByEpoch, ShowsIt])
+@pytest.mark.parametrize("kind", [Reseeded, KeepsOne, ByEpoch, ShowsIt])
 @pytest.mark.parametrize("backend", ["process", "thread"])
 @pytest.mark.parametrize("set_to", EVERY, ids=str)
 def test_what_is_set_before_each_run_is_set_whatever_was_foreseen(

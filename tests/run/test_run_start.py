@@ -59,7 +59,8 @@ def test_epochs_are_counted() -> None:
     """Each run is told to the loader's runs, and a state says which one it was."""
     runs, settings = Runs(), settings_of()
     starts = [started(settings, runs=runs) for _ in range(3)]
-    assert [start.checkpointer.key[1] for start in starts] == [0, 1, 2]
+    assert [start.checkpointer.epoch for start in starts] == [0, 1, 2]
+    assert {start.checkpointer.key[1] for start in starts} == {0}  # each has a base seed of its own
     assert runs.begun == 3
     assert runs.latest is starts[2].checkpointer
     other = Runs()
