@@ -1,7 +1,7 @@
 """Say in the log what a batch waits for that has not come for long: see `HangWatch`.
 
-A timer of the loop looks at the consumers. The worker that has the batch is looked at when the wait is first seen, and
-again when it has become too long: in between it has used CPU time, or none.
+A timer of the loop looks at the consumers. The worker that has the batch is looked at in the first half of the wait,
+and again when the wait has become too long: in between it has used CPU time, or none.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class HangReporter:
         self._loop = loop
         self._pool = pool
         self._session = weakref.ref(session)
-        self._before: Seen | None = None  # the worker that has the awaited batch, when the wait was first seen
+        self._before: Seen | None = (
+            None  # the worker that has the awaited batch, in the first half
+        )
         self._timer: TimerHandle | None = None
 
     def start(self) -> None:
@@ -92,7 +94,9 @@ class HangReporter:
             return
         ticket = run.scheduler.awaited()
         worker = None if ticket is None else self._pool.processes.get(ticket.worker)
-        if worker is not None and (self._before is None or self._before.worker is not worker or not waited_s):
+        # What the worker did in the first half of the wait, such as its start, says nothing of a hang that came after.
+        is_early = waited_s < self._watch.bound_s / 2
+        if worker is not None and (is_early or self._before is None or self._before.worker is not worker):
             self._before = Seen(worker, now, worker.activity())
         if self._watch.is_due(waited_s):
             if ticket is None or worker is None:
