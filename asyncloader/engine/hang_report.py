@@ -26,7 +26,9 @@ from asyncloader.worker.guarded_loop import GuardedLoop
 log = logging.getLogger("asyncloader")
 
 _IDLE_SHARE = 0.01
-"""A worker that uses less of a core waits for something."""
+_IDLE_S = 0.05
+"""A worker that uses no more of a core than this share, and so many seconds, waits for something. The kernel counts in
+hundredths of a second, and asking for the stack takes some."""
 
 _MOST_NAMES = 5
 
@@ -67,9 +69,7 @@ class HangReporter:
         self._loop = loop
         self._pool = pool
         self._session = weakref.ref(session)
-        self._before: Seen | None = (
-            None  # the worker that has the awaited batch, in the first half
-        )
+        self._before: Seen | None = None  # the worker that has the awaited batch, in the first half
         self._timer: TimerHandle | None = None
 
     def start(self) -> None:
@@ -137,7 +137,7 @@ def explain(before: Seen, now: Seen) -> str:
     """Say what it means that a forked worker waits for something and uses no CPU time; "" if that is not the case."""
     if before.activity is None or now.activity is None or not now.worker.was_forked or now.activity.state != "S":
         return ""
-    if now.activity.cpu_s - before.activity.cpu_s > _IDLE_SHARE * (now.at - before.at):
+    if now.activity.cpu_s - before.activity.cpu_s > _IDLE_S + _IDLE_SHARE * (now.at - before.at):
         return ""
     threads = threads_at(now.activity.started)
     if not threads:
