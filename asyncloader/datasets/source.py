@@ -372,7 +372,7 @@ def _note_use() -> None:
     global _used_in
     if _used_in not in (None, os.getpid()):
         raise RuntimeError(
-            f"obstore was used in process {_used_in} before that forked this one, and would wait for ever here. Start "
+            f"obstore was used in process {_used_in} before it forked this one, and would wait for ever here. Start "
             'the workers with multiprocessing_context="forkserver" or "spawn"; or do not read samples of the dataset '
             "in the trainer's process before the loader has forked its workers."
         )
