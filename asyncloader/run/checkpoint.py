@@ -417,6 +417,7 @@ def _empty() -> dict[str, Any]:
         "version": VERSION,
         "kind": "",
         "epoch": 0,
+        "begun": 0,
         "position": 0,
         "ahead": [],
         "base_seed": None,

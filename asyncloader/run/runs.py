@@ -93,7 +93,8 @@ class Runs:
             there = options()
             return initial_state(there, self.begun, self.exclusions.state(), self.keys_of_generators(there))
         state = record.checkpointer.state_dict()
-        return {**state, "epoch": self.begun} if state["finished"] else state
+        # Something else may have begun a run beside this one, for a look: later epochs come after that one, too.
+        return {**state, "epoch": self.begun} if state["finished"] else {**state, "begun": self.begun}
 
     @property
     def latest(self) -> Checkpointer | None:
@@ -148,7 +149,7 @@ class Runs:
             self.past.clear()
             if not is_between_runs(state):
                 resumed = {name: state[name] for name in _HOW_FAR}
-        self.begun = checkpointer.epoch + 1
+        self.begun = max(checkpointer.epoch + 1, 0 if state is None else state["begun"])
         self.current.begin(checkpointer, resumed)
         if not checkpointer.options.is_iterable:
             self.past.append(checkpointer)
