@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncloader import DataLoader
-from tests.faults.chaos import broken, delayed, disturbed, interrupted, mismatched, resumed
+from tests.faults.chaos import broken, delayed, disturbed, edges, interrupted, mismatched, resumed, trained
 
 HANG_S = 120.0  # a worker that is stopped while it opens the dataset is given 60 s
 
@@ -43,6 +43,8 @@ PROPERTIES: dict[str, type[Any]] = {
     "mismatched": mismatched.Plan,
     "broken": broken.Plan,
     "delayed": delayed.Plan,
+    "trained": trained.Plan,
+    "edges": edges.Plan,
 }
 
 
