@@ -52,6 +52,8 @@ SAMPLING_NAMES = (
     "BlockShuffleSampler",
     "BalancedBatchSampler",
 )
+FROM_GLOBAL = {"shuffle=True", "RandomSampler", "WeightedRandomSampler"}
+"""Whose order is drawn from torch's global generator."""
 COUNTS_FOR_ITSELF = {
     "ElasticSampler",
     "WeightedSampler",
@@ -269,7 +271,9 @@ class Plan:
             options["multiprocessing_context"] = chance.choice(["fork"] * 6 + ["forkserver"])
         forks = options.get("multiprocessing_context", "fork") == "fork" and place != "thread"
         is_persistent = bool(options.get("persistent_workers"))
-        sampling = BY_NAME[chance.choice(SAMPLING_NAMES)]
+        # Threads that make samples draw from the trainer's generators: an order that is drawn from those is nobody's.
+        names = [name for name in SAMPLING_NAMES if place != "thread" or name not in FROM_GLOBAL]
+        sampling = BY_NAME[chance.choice(names)]
         # Two iterators over one sampler of this kind read from one place; and how far a loop that was left has read
         # ahead in it depends on the number of workers.
         is_shared = sampling.name == "own state"
