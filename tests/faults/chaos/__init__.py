@@ -15,8 +15,8 @@ mismatched      a state of one configuration is loaded by another               
 broken          a callback of the engine raises                                 an error or all batches; no hang; the
                                                                                 next epoch works
 delayed         whoever sends or reads a message is held up now and then        all batches come, as torch orders them
-trained         trainers seed, look, leave loops, save at the edges of epochs;  a state changes nothing; an epoch's draws
-                datasets hold generators and open files                         follow from its seed; masks fit images
+trained         trainers seed, look, leave loops, save at edges of      a state changes nothing; an epoch's draws
+                epochs; datasets hold generators and open files         follow from its seed; masks fit images
 edges           persistent workers of streams are killed where epochs meet      each epoch is that of a run without
 
 Nothing hangs in any of them, and no child, thread, descriptor, memfd, mapping or segment of shared memory is left.
