@@ -103,7 +103,7 @@ class EpochSpec(NamedTuple):
     epochs: tuple[Told, ...] = ()
     num_workers: int = 0
     epoch: int = 0
-    generators: dict[str, int] | None = None
+    generators: dict[str, tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import is_elastic, order_generators, own_state, samplers_within, written
 from asyncloader.run.rng_snapshot import OrderDraw
+from asyncloader.seeding.own_generators import Key
 from asyncloader.seeding.sample_context import EpochKey
 
 log = logging.getLogger("asyncloader")
@@ -165,6 +166,11 @@ def _identity(sampler: Any, elastic: bool) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not (elastic and name == "batch_size")}
 
 
+def keys_in(state: dict[str, Any]) -> dict[str, Key]:
+    """Return the keys of generators that a state has."""
+    return {path: (key, count) for path, (key, count) in json.loads(state["generators"]).items()}
+
+
 def is_between_runs(state: dict[str, Any]) -> bool:
     """Whether a state is of the time before a run or after it, and not in its middle."""
     return state["finished"] or state["base_seed"] is None
@@ -220,7 +226,7 @@ class Checkpointer:
     order: OrderDraw
     key: EpochKey
     epoch: int
-    generators: dict[str, int]
+    generators: dict[str, Key]
     shared_seed: int | None
     sampler_epochs: list[int | None]
     dataset_epochs: list[int | None]
@@ -375,7 +381,7 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
 
 
 def initial_state(
-    options: Options, epoch: int, excluded: Any = None, generators: dict[str, int] | None = None
+    options: Options, epoch: int, excluded: Any = None, generators: dict[str, Key] | None = None
 ) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
     samplers = SamplerState(own_state(options.index_sampler))

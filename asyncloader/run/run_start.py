@@ -23,11 +23,12 @@ from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_her
 from asyncloader.options import Options
 from asyncloader.plain import unplain
 from asyncloader.protocols import is_stateful, leaves_out_buffer
-from asyncloader.run.checkpoint import Checkpointer, is_between_runs
+from asyncloader.run.checkpoint import Checkpointer, is_between_runs, keys_in
 from asyncloader.run.data_rank import data_rank
 from asyncloader.run.plan import Plan, is_drawn_from, load_samplers, order_generators, own_state, samplers_within
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot
 from asyncloader.run.runs import Runs
+from asyncloader.seeding.own_generators import GeneratorKeys, Key
 from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.seeding.turns import Drawing
 from asyncloader.worker.gather import gathers
@@ -88,7 +89,7 @@ def begin(
     if prepare is not None:
         at_iter = _prepare(prepare, rng, at_iter, keeps_seed=_keeps_seed(state))
     samplers, starts = _load(options, state, states, runs, left)
-    generators = {**runs.keys_of_generators(options), **({} if state is None else json.loads(state["generators"]))}
+    generators = _generator_keys(options, state, runs)
     loaded = at_iter if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     with Drawing():
         drawn = draw()
@@ -140,6 +141,16 @@ def _rewind(
 def _keeps_seed(state: dict[str, Any] | None) -> bool:
     """Whether the run has the base seed of the state, and draws none."""
     return state is not None and state["base_seed"] is not None
+
+
+def _generator_keys(options: Options, state: dict[str, Any] | None, runs: Runs) -> dict[str, Key]:
+    """Return the keys of generators that the dataset holds: of its own, or of the epoch that goes on."""
+    generators = runs.generators(options)
+    keys = runs.generator_keys.following(generators)
+    if state is not None and not is_between_runs(state):
+        keys |= keys_in(state)
+    runs.generator_keys = GeneratorKeys(generators, keys)
+    return keys
 
 
 def _reruns(state: dict[str, Any] | None, last: Checkpointer | None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,13 +15,12 @@ from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs
+from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs, keys_in
 from asyncloader.run.current_run import CurrentRun
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import left_after, since_preload
 from asyncloader.run.set_epochs import SetEpochs
-from asyncloader.seeding.generators import check_of
-from asyncloader.seeding.own_generators import seeded_generators_of
+from asyncloader.seeding.own_generators import GeneratorKeys, seeded_generators_of
 
 _HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
 """What of a state says how much of its epoch is left."""
@@ -50,7 +48,7 @@ class Runs:
         traffic: Counts what comes from other machines.
         num_on_nodes: Workers that there are to be on other machines, where their number looks after itself.
         warned: The warnings that were logged about states, once each.
-        generator_keys: Of generators that the dataset holds, by the checks of their states, where a state brought them.
+        generator_keys: The keys of generators that the dataset holds.
     """
 
     def __init__(self, *, is_in_step: bool = False) -> None:
@@ -66,7 +64,7 @@ class Runs:
         self.slicer = Slicer()
         self.traffic = Traffic()
         self.num_on_nodes = 0
-        self.generator_keys: dict[int, int] = {}
+        self.generator_keys = GeneratorKeys({}, {})
         self._trace: Trace | None = None
         self._number = next(_numbers) if is_in_step else None
 
@@ -91,7 +89,9 @@ class Runs:
         record = self.current.record(of_state=True)
         if record is None:
             there = options()
-            return initial_state(there, self.begun, self.exclusions.state(), self.keys_of_generators(there))
+            keys = self.generator_keys.following(self.generators(there))
+            before = {path: (key, count - 1) for path, (key, count) in keys.items()}
+            return initial_state(there, self.begun, self.exclusions.state(), before)
         state = record.checkpointer.state_dict()
         # Something else may have begun a run beside this one, for a look: later epochs come after that one, too.
         return {**state, "epoch": self.begun} if state["finished"] else {**state, "begun": self.begun}
@@ -185,23 +185,13 @@ class Runs:
     def note_load(self, state: dict[str, Any], options: Options) -> None:
         """Note a state that is loaded: what is set from now on, by the trainer, counts in its place."""
         self.set_epochs.note_load(options)
-        self.generator_keys = {}
-        if state:
-            saved = json.loads(state["generators"])
-            here = self.keys_of_generators(options)
-            self.generator_keys = {check: saved[path] for path, check in here.items() if path in saved}
+        self.generator_keys = (
+            GeneratorKeys(self.generators(options), keys_in(state)) if state else GeneratorKeys({}, {})
+        )
 
-    def keys_of_generators(self, options: Options) -> dict[str, int]:
-        """Return what the seeds of generators that the dataset holds are made of: their states as they are here.
-
-        As long as the trainer leaves a generator as it was when a state was loaded, its key is that of the state. So
-        one that nobody has seeded goes on too.
-        """
-        if not options.seeds_generators:
-            return {}
-        generators = seeded_generators_of(options.dataset, options.collate_fn)
-        checks = {path: check_of(generator) for path, generator in generators.items()}
-        return {path: self.generator_keys.get(check, check) for path, check in checks.items()}
+    def generators(self, options: Options) -> dict[str, Any]:
+        """Return the generators that the dataset holds and the loader seeds, by their paths."""
+        return seeded_generators_of(options.dataset, options.collate_fn) if options.seeds_generators else {}
 
     def exclude(self, keys: Iterable[Any]) -> None:
         """Leave samples out of all batches that are yet to be read."""

@@ -168,7 +168,8 @@ class WorkerIterator(BaseIterator[T_co]):
         key = EpochKey((int(self._base_seed), self._checkpointer.key[1] + 1, self._run.epoch.key[2]))
         if self._options.seeds_here:
             self._seeding.begin(key)
-        runs, generators = self._runs, self._runs.keys_of_generators(self._options)
+        runs = self._runs
+        generators = runs.generator_keys.following(runs.generators(self._options))
         epoch = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs, 0, runs.begun, generators)
         run = self._make_run(epoch, iter(keys), progress)
         self._session.push(run)

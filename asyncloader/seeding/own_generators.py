@@ -1,7 +1,9 @@
 """Random generators that a dataset has beside the global ones, in its transforms: albumentations and MONAI have them.
 
     trainer: dataset ── held ──> generators ── their states as an epoch begins ──> keys, by path
-    worker:  dataset ── held ──> generators ── key, epoch, rank, number of the batch (sample) ──> seeds
+    worker:  dataset ── held ──> generators ── key, rank, number of the batch (sample) ──> seeds
+
+A key is a checksum of a state, and how many epochs have begun with the generator in that state before.
 
 So generators that are alike draw alike, in any worker, and other seeds give other numbers. Outside of samples they are
 as if nothing was seeded: a dataset that shuffles an order when it hears of an epoch does so alike in all workers.
@@ -22,6 +24,9 @@ from asyncloader.seeding.hashing import mix, mix_on
 from asyncloader.seeding.holdings import held
 
 _WORD = (1 << 32) - 1
+
+Key = tuple[int, int]
+"""The check of a generator's state, and how many epochs have begun in that state before."""
 
 
 def _is_generator(thing: Any) -> bool:
@@ -60,6 +65,33 @@ def seeded_generators_of(dataset: Any, collate_fn: Any = None) -> dict[str, Any]
     return found
 
 
+class GeneratorKeys:
+    """The keys of the generators that the trainer's dataset holds, in the newest epoch of a loader.
+
+    Args:
+        generators: By their paths, as they are now: the next epoch sees by that which of them were seeded meanwhile.
+        keys: Their keys in that epoch.
+    """
+
+    def __init__(self, generators: dict[str, Any], keys: dict[str, Key]) -> None:
+        self._generators = list(generators.values())
+        self._by_check = {check_of(each): keys[path] for path, each in generators.items() if path in keys}
+
+    def following(self, generators: dict[str, Any]) -> dict[str, Key]:
+        """Return the keys of the next epoch.
+
+        A generator that was replaced or has moved since was seeded by the trainer: its epochs are counted anew, even if
+        it is in the same state as before. So are those of generators in the same state, which have to stay alike.
+        """
+        checks = {path: check_of(each) for path, each in generators.items()}
+        new = {checks[path] for path, each in generators.items() if not any(each is old for old in self._generators)}
+        return {path: (check, 0) if check in new else self._after(check) for path, check in checks.items()}
+
+    def _after(self, check: int) -> Key:
+        key, count = self._by_check.get(check, (check, -1))
+        return key, count + 1
+
+
 class OwnGenerators:
     """The generators that a worker seeds, of its copy of the dataset, in one epoch.
 
@@ -67,12 +99,9 @@ class OwnGenerators:
         by_path: The generators.
         keys: What the trainer's process knows of their states, by their paths.
         epoch_key: Base seed, runs that had it before, and rank.
-        epoch: How many runs the loader had before.
     """
 
-    def __init__(
-        self, by_path: dict[str, Any], keys: dict[str, int], epoch_key: tuple[int, int, int], epoch: int
-    ) -> None:
+    def __init__(self, by_path: dict[str, Any], keys: dict[str, Key], epoch_key: tuple[int, int, int]) -> None:
         self._generators = list(by_path.values())
         self._seeders: list[tuple[Callable[[int], object], int]] = []
         strangers: dict[int, int] = {}
@@ -80,8 +109,8 @@ class OwnGenerators:
             if (key := keys.get(path)) is None:
                 # It came to be in this worker, or was seeded for it. Its state may be that of no other worker; but
                 # which of them are alike is the same in all.
-                key = mix(epoch_key[0], strangers.setdefault(check_of(generator), len(strangers)))
-            self._seeders.append((_seeder(generator), mix(key, epoch, epoch_key[2])))
+                key = mix(epoch_key[0], strangers.setdefault(check_of(generator), len(strangers))), epoch_key[1]
+            self._seeders.append((_seeder(generator), mix(*key, epoch_key[2])))
 
     def __len__(self) -> int:
         return len(self._generators)
@@ -95,7 +124,7 @@ class OwnGenerators:
             put(mix_on(key, part, number))
 
 
-NONE = OwnGenerators({}, {}, (0, 0, 0), 0)
+NONE = OwnGenerators({}, {}, (0, 0, 0))
 
 
 def _seeder(generator: Any) -> Callable[[int], object]:

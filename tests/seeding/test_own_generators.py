@@ -309,6 +309,23 @@ def test_epochs_of_workers_that_stay_are_those_of_workers_that_are_made_anew(per
     assert epochs[2] == crops(fresh)
 
 
+def test_a_generator_that_is_seeded_before_an_epoch_fixes_it() -> None:
+    """As with torch's loader, whatever ran before; also where an image's generator is new and its mask's is not."""
+    dataset = Segmentation("RandomState")
+    loader: Any = DataLoader(dataset, 4, num_workers=2, collate_fn=list)
+    expected = crops(loader)
+    for both in (True, True, False):
+        next(iter(loader))
+        assert crops(loader) != expected
+        dataset.image.generator = np.random.RandomState(5)
+        if both:
+            dataset.masks[0].generator = np.random.RandomState(5)
+            dataset.other.generator = np.random.RandomState(6)
+            assert crops(loader) == expected
+        else:
+            assert [sample[:2] for sample in crops(loader)] == [sample[:2] for sample in expected]
+
+
 @pytest.mark.parametrize("seed", [5, None], ids=["seeded", "unseeded"])
 @pytest.mark.parametrize("done", [0, 2, 6])
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 0, "seeding": "sample"}], ids=str)
