@@ -44,13 +44,11 @@ class MemoryLimit(NamedTuple):
         what: "the machine", or the folder of a cgroup.
         left_bytes: Bytes that could be allocated still; may be less than 0.
         limit_bytes: In all.
-        cache_bytes: Bytes of files in use that the kernel would give up, beside `left_bytes`.
     """
 
     what: str
     left_bytes: int
     limit_bytes: int
-    cache_bytes: int = 0
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
@@ -154,6 +152,6 @@ def _limit_of(group: Path, limit_name: str, usage_name: str, prefix: str) -> Mem
         used = int((group / usage_name).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         left = int(limit) - used + int(stat.get(f"{prefix}inactive_file", 0))  # it is given up when memory is wanted
-        return MemoryLimit(str(group), left, int(limit), int(stat.get(f"{prefix}active_file", 0)))
+        return MemoryLimit(str(group), left, int(limit))
     except (OSError, ValueError):
         return None

@@ -17,9 +17,8 @@ from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.backends.processes.pool import Pool
-from asyncloader.machine import MemoryLimit, private_bytes
+from asyncloader.machine import private_bytes
 from asyncloader.observe import private
-from asyncloader.observe.memory_watch import MemoryWatch
 from tests import inside
 from tests.patience import until, wait_until
 from tests.test_num_workers import LENGTH, Awaited, Counting, Drawing, Gate, Gated, Stream, bits, expected
@@ -527,16 +526,6 @@ def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: A
     assert caplog.text.count("worker 0 is renewed: it has made ") == stats.renewals
     assert (stats.changes, stats.num_workers, stats.as_dict()["renewals"]) == ((), 1, stats.renewals)
     assert sum(worker.batches for worker in stats.workers) == LENGTH // 2
-
-
-def test_a_machine_that_runs_out_of_memory_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """In the log, once; no option is needed for it."""
-    watch = MemoryWatch(lambda: [MemoryLimit("the machine", 0, 1 << 34)])
-    monkeypatch.setattr("asyncloader.engine.supervisor.LOOK_S", 0.0)
-    monkeypatch.setattr("asyncloader.engine.supervisor.MemoryWatch", lambda: watch)
-    for _ in DataLoader(Drawing(), 2, num_workers=1):
-        pass
-    assert caplog.text.count("Memory runs out: the machine has 0 kB left of 17.2 GB.") == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -43,7 +44,6 @@ from asyncloader.engine.workforce import Workforce
 from asyncloader.errors import BatchTimeoutError, describe_death, last_words, timed_out
 from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.messages.outcome import Outcome
-from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
 from asyncloader.options import Options
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -127,8 +127,6 @@ class Supervisor:
         self._to_start: deque[int] = deque()
         self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
         self._heard_at = perf_counter()  # when the last outcome of a worker came
-        self._watch = MemoryWatch()
-        self._watch_due = perf_counter() + LOOK_S
 
     def attach(self, session: CarriesOut) -> None:
         """Look after the workers of this session."""
@@ -295,16 +293,13 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------- looking after them
 
     def _look(self, now: float) -> None:
-        """See whether memory runs out, and have as many workers as are worth it, if that looks after itself."""
-        if now >= self._watch_due:
-            self._watch_due = now + LOOK_S
-            if words := self._watch.look(self.session.run.meter.private_bytes()):
-                log.warning("%s", words)
-        self.due = self._watch_due
-        if (auto := self.auto) is not None:
-            if now >= auto.controller.due:
-                self._look_how_many(auto, now)
-            self.due = min(self.due, auto.controller.due)
+        """Have as many workers as are worth it, if that looks after itself."""
+        if (auto := self.auto) is None:
+            self.due = math.inf
+            return
+        if now >= auto.controller.due:
+            self._look_how_many(auto, now)
+        self.due = auto.controller.due
 
     def _look_how_many(self, auto: Auto, now: float) -> None:
         controller, run, here = auto.controller, self.session.run, len(self.workforce.wanted)

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from asyncloader.observe.figures import Figures, Stages
-from asyncloader.observe.memory_watch import show_bytes
-from asyncloader.observe.tally import Timing, show_s
+from asyncloader.observe.tally import Timing, show_bytes, show_s
 from asyncloader.observe.verdict import Verdict, judge
 
 _MOST_SHOWN = 8

@@ -185,3 +185,12 @@ def show_s(seconds: float) -> str:
             value = seconds * factor
             return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
     raise AssertionError("the last unit takes everything")
+
+
+def show_bytes(count: float) -> str:
+    """Write down a number of bytes with two or three digits, in a unit that suits it."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if count >= factor:
+            value = count / factor
+            return f"{value:.{0 if value >= 100 else 1}f} {unit}"
+    return f"{count / 1e3:.0f} kB"

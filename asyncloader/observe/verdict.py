@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from asyncloader.observe.figures import Figures
-from asyncloader.observe.memory_watch import show_bytes
-from asyncloader.observe.tally import show_s
+from asyncloader.observe.tally import show_bytes, show_s
 
 Limit: TypeAlias = Literal[
     "unknown", "starting", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead", "ranks"

@@ -18,7 +18,7 @@ import torch
 import tqdm.asyncio
 
 from asyncloader import DataLoader, LoaderStats
-from asyncloader.observe.tally import Tally, Timing
+from asyncloader.observe.tally import Tally, Timing, show_bytes
 from tests.loads import Load
 
 pytestmark = pytest.mark.on_threads
@@ -187,3 +187,11 @@ def test_progress_bars_know_the_total(num_workers: int, monkeypatch: pytest.Monk
     batches = iter(loader)
     assert len(batches) == 7
     del batches
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, "0 kB"), (1500, "2 kB"), (2_500_000, "2.5 MB"), (310 * 10**6, "310 MB"), (10**9, "1.0 GB")]
+)
+def test_bytes_are_written_with_two_or_three_digits(count: int, shown: str) -> None:
+    """Two or three digits."""
+    assert show_bytes(count) == shown
