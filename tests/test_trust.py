@@ -262,3 +262,27 @@ def change(sample: Any) -> Any:
     """Change a sample in place."""
     sample.value[0].add_(1)
     return sample.value
+
+
+class Refuses(Noisy):
+    """Cannot begin in a state that was loaded."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise LookupError("no such place")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_whose_state_could_not_be_begun_from_is_closed(num_workers: int) -> None:
+    """Also while the error's traceback keeps the iterator that was not made; and another state may be loaded."""
+    options: Any = {"num_workers": num_workers, "worker_backend": "thread" if num_workers else "process"}
+    loader, iterator = begun(DataLoader(Noisy(), 2, **options))
+    state = loader.state_dict()
+    del iterator
+    refusing: Any = DataLoader(Refuses(), 2, **options)
+    refusing.load_state_dict(state)
+    with pytest.raises(LookupError) as raised:
+        list(refusing)
+    assert raised.value.__traceback__ is not None
+    refusing.close()
+    refusing.load_state_dict({})
+    assert len(list(refusing)) == COUNT // 2

@@ -113,6 +113,11 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         if options.seeds_here:
             self._seeding.end_with(self)
 
+    @property
+    def _is_made(self) -> bool:
+        """Whether there is something to close: a constructor that raises leaves an iterator, which tracebacks keep."""
+        return "_run" in vars(self)
+
     def _construct(self, loader: DataLoader[T_co]) -> None:
         """Run torch's constructor, which iterates over the sampler and draws the base seed."""
         with one_walks(loader.dataset):  # torch seeds each pipe of a graph

@@ -222,7 +222,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def close(self) -> None:
         """End; a batch in work on the thread is waited for, 3 s at most."""
-        if self._is_finalizing():
+        if self._is_finalizing() or not self._is_made:
             return
         self.leave()
         self._run.join(3.0)
@@ -231,6 +231,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
         self.is_closed = True
+        if not self._is_made:
+            return
         self._run.close()
         self._run.stop()
         self._run.handoff.wake_all()

@@ -374,7 +374,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
         On the loop that the dataset itself runs on, which cannot be waited for there, returns at once.
         """
-        if not self._is_finalizing() and self._session.pid == os.getpid():
+        if not self._is_finalizing() and self._is_made and self._session.pid == os.getpid():
             self.leave()
             refuse_to_block_the_loop()
             if home_loop.is_here(self._home):  # where the dataset is closed, once the caller lets the loop turn
@@ -390,7 +390,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
-        if self._session.pid == os.getpid():
+        if self._is_made and self._session.pid == os.getpid():
             self.is_closed = True
             if not self._run.all_taken:
                 vars(self)["_next"] = _refuse  # batches that are ready are not given either
