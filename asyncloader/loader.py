@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
@@ -280,8 +281,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.device is not None:
             from asyncloader.run.device_iterator import on_device
 
-            taken = on_device(taken, self.device, self.device_prefetch, self.device_transform, self._runs.iterator)
+            taken = on_device(taken, self.device, self.device_prefetch, self.device_transform, iterator.around())
         if taken is not iterator:
+            iterator.around = weakref.ref(taken)
             self._runs.current.hand_on(taken)
         return cast("BaseIterator[T_co]", taken)
 

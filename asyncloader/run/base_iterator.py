@@ -54,6 +54,10 @@ LONGEST_TURN_S = 0.002
 """`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
 
 
+def _nobody() -> None:
+    """Stand for an iterator that is not there."""
+
+
 class ClosableIterator:
     """An iterator and an asynchronous one, each of which is a context manager that closes it."""
 
@@ -98,6 +102,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     _is_finalizing = staticmethod(sys.is_finalizing)
     """At the end of the interpreter all has been closed, and the names of modules are gone: a ``__del__`` of the user's
     may still call the iterator."""
+    around: Callable[[], Any] = staticmethod(_nobody)
+    """Returns the iterator around this one that the trainer holds, as one that brings batches to a device; or None."""
     _last_turn = 0.0
     _last_warned = 0
     _meter: Meter
