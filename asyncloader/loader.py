@@ -138,7 +138,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             worker processes of map-style datasets. With ``scheduling="split"`` slices of batches count.
         max_worker_memory: Replace, in the same way, each worker that holds more than so many bytes of its own, as a
             number or as "4GB"; memory that it shares with the trainer or with other workers does not count. No
-            worker comes to more than one and a half times that, unless a single batch takes so much.
+            worker comes to more than one and a half times that, unless the few batches that it has in hand take
+            so much.
         fingerprint: Have a digest made of the data of each batch, where it is made. `stats` and states then have the
             fingerprint of all batches that were given, and the timeline (``trace``) that of each: ``asyncloader
             compare`` names the first in which two runs differ. A digest takes as long as reading the batch once, and

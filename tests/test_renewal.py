@@ -197,7 +197,7 @@ def test_a_fast_leak_is_bounded(num_workers: int, start_method: str) -> None:
     indices, makers, memory = (torch.cat(column).tolist() for column in zip(*loader, strict=True))
     assert indices == list(range(160))
     assert max(memory) < 1.5 * bound
-    assert len(set(makers)) == num_workers + loader.stats().renewals > num_workers
+    assert num_workers < len(set(makers)) <= num_workers + loader.stats().renewals
 
 
 class NeverReady:

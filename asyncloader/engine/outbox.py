@@ -3,12 +3,13 @@
     put ──> by worker ── flush, once for all that was decided at a time ──> Backend.send: one message for each worker
 
 The tickets of a worker that is not started yet, or that is to be renewed, wait until its process is there. The tickets
-of a worker that has died wait for the next process, or are dropped.
+of a worker that has died wait for the next process, or are dropped. A worker whose memory is bounded has only a few in
+hand at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, TypeAlias
 
 from asyncloader.backends.backend import Backend
@@ -46,11 +47,12 @@ class Outbox:
         """Forget what was not sent."""
         self._tickets.clear()
 
-    def flush(self, refuse: Refuse) -> None:
+    def flush(self, refuse: Refuse, in_flight: Mapping[int, Sized]) -> None:
         """Send what there is.
 
         Args:
             refuse: Is told worker, number and error of a ticket whose keys cannot be pickled.
+            in_flight: By worker, the tickets that it has not answered, sent or not.
         """
         if not self._tickets:
             return
@@ -59,5 +61,13 @@ class Outbox:
             if not workforce.may_send(worker) or (place := places.get(worker)) is None or not place.is_alive:
                 continue
             if tickets := self._tickets.pop(worker, None):
+                if (
+                    workforce.most_in_hand is not None
+                ):  # what a worker has in hand it finishes, however it grows by that
+                    room = max(0, workforce.most_in_hand - (len(in_flight[worker]) - len(tickets)))
+                    if later := tickets[room:]:
+                        self._tickets[worker] = later
+                    if not (tickets := tickets[:room]):
+                        continue
                 for number, error in self._pool.send(worker, tickets):
                     refuse(worker, number, error)

@@ -454,7 +454,7 @@ class Session:
 
     def flush(self) -> None:
         """Give workers their tickets; what is for one that is not started yet waits."""
-        self._outbox.flush(self._refuse)
+        self._outbox.flush(self._refuse, self.run.scheduler.in_flight)
 
     def _refuse(self, worker: int, number: int, error: Exception, why: str = "cannot be sent to") -> None:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""

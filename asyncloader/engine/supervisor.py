@@ -380,6 +380,7 @@ class Supervisor:
         log.info("worker %d is renewed: %s", worker, workforce.has_made(worker))
         workforce.reset(worker)
         self.session.run.meter.renewed(worker)
+        self.look_at_renewal(perf_counter())  # before the next one that waits for its turn is sent tickets
         self.session.flush()
 
     # --------------------------------------------------------------------------------------------------- actions

@@ -28,9 +28,10 @@ from asyncloader.options import Options
 
 log = logging.getLogger("asyncloader")
 
-_HELD_ABOVE = 1.25
+_HELD_ABOVE = 1.1
 """A worker that is so many times above its bound waits for the process that takes its place. So it stays below 1.5
-times the bound: it is an eighth ahead of what it has told (`PrivateBytes`), and finishes the tickets that it has."""
+times the bound: it may be a sixteenth ahead of what it has told (`PrivateBytes`), and finishes the tickets that it has
+in hand, which are few (`Workforce.most_in_hand`)."""
 
 _PAUSE_S = 30.0
 """Where no process could be had to renew a worker, none is asked for before so much time has gone by. Seconds."""
@@ -60,6 +61,7 @@ class Workforce:
         renewing: The worker that is to be renewed; or None.
         is_finishing: Another process is ready for it: it is sent no more tickets, and goes when it has answered those
             that it has.
+        most_in_hand: So many tickets a worker is sent at once, where its memory is bounded; otherwise None.
     """
 
     def __init__(self, options: Options) -> None:
@@ -71,6 +73,7 @@ class Workforce:
         self._coming: set[int] = set()  # started, or to be, and not ready
         self._max_tasks = options.max_tasks_per_child
         self._max_bytes = options.max_worker_memory
+        self.most_in_hand = None if self._max_bytes is None else options.prefetch
         self._lives: dict[int, _Life] = {}
         self._due: dict[int, None] = {}  # workers to be renewed, in the order in which they became so
         self._retry_at = 0.0

@@ -3,7 +3,7 @@
 /proc/self/smaps_rollup ── at most once a second, between two batches ──> PrivateBytes ──> Record
 
 Where the worker has a bound, that is too seldom: a fast leak takes a gigabyte a second. Then the first look comes after
-the first batch, and the next ones whenever the worker's anonymous memory has grown by an eighth of the bound. That is
+the first batch, and the next ones whenever the worker's anonymous memory has grown by a sixteenth of the bound. That is
 read with each batch, since it costs 10 us; but it counts pages that a forked worker shares with the trainer, so only
 its growth says something.
 """
@@ -18,7 +18,7 @@ from asyncloader.machine import anonymous_bytes, private_bytes
 _LOOK_S = 1.0
 _SHARE = 100
 """At most one part in so many of the time goes into looking: the kernel goes through all pages."""
-_STEPS = 8
+_STEPS = 16
 """A worker that has a bound looks whenever it has grown by one part in so many of that."""
 
 

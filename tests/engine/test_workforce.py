@@ -333,8 +333,8 @@ def test_a_worker_that_is_far_above_its_bound_is_sent_nothing_until_it_is_renewe
     make(workforce, 0, 1, 200 * MB)
     assert workforce.may_send(0)  # it is not decided that another comes
     assert choose(workforce) == 0
-    make(workforce, 1, 1, 125 * MB)
-    make(workforce, 2, 1, 126 * MB)
+    make(workforce, 1, 1, 110 * MB)
+    make(workforce, 2, 1, 111 * MB)
     assert [workforce.may_send(worker) for worker in range(3)] == [False, True, False]
     workforce.reset(0)
     assert all(map(workforce.may_send, range(3)))

@@ -33,7 +33,7 @@ def test_a_worker_looks_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_worker_with_a_bound_looks_whenever_it_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its first batch, then after each eighth of the bound, and once a second; not for what comes and goes."""
+    """After its first batch, then after each sixteenth of the bound, and once a second; not for what comes and goes."""
     anonymous = [500]  # of which 450 are shared with the trainer
     looks: list[int] = []
 
@@ -44,7 +44,7 @@ def test_a_worker_with_a_bound_looks_whenever_it_has_grown(tmp_path: Path, monke
     monkeypatch.setattr(private, "private_bytes", look)
     monkeypatch.setattr(private, "anonymous_bytes", lambda folder: anonymous[0])
     monkeypatch.setattr(private, "perf_counter", lambda: 0.0)
-    memory = PrivateBytes(tmp_path, bound=80)
+    memory = PrivateBytes(tmp_path, bound=160)
     told = []
     for now, size in ((0.1, 500), (0.2, 509), (0.3, 510), (0.4, 525), (0.5, 510), (0.6, 534), (0.7, 535), (1.8, 520)):
         anonymous[0] = size
