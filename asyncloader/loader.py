@@ -93,7 +93,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seeding: "batch" seeds random, numpy and torch for each batch from (base seed, rank of the data, number
             of the batch), so that the number of workers, their timing and a crash change nothing; "sample" for each
             sample by its place in the epoch, so that the batch size changes nothing either; "worker" keeps torch's
-            streams. By default "batch", or "sample" with ``scheduling="split"``.
+            streams. Overlapping samples of an async dataset have draws of their own under both others. By default
+            "batch", or "sample" with ``scheduling="split"``.
         seeding_rank: The rank of the data in these seeds and in `sample_rng`: which part of the data this process
             reads. By default that of the sampler, or of the stream, which divides the data, and 0 where nothing does.
             Ranks that share the work on the same samples have the same; with a `DeviceMesh` it is

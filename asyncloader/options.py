@@ -353,7 +353,21 @@ class Options:
     @property
     def seeds_generators(self) -> bool:
         """Whether generators that the dataset holds are seeded, for batches, samples or blocks."""
-        return self.seeds_each_batch or self.knows_places
+        return self.seeds_each_batch or self.seeds_overlapping or self.knows_places
+
+    @property
+    def seeds_overlapping(self) -> bool:
+        """Whether samples that overlap have draws of their own: coroutines that have a process for themselves."""
+        return self._overlap_seeded and self.is_async and not self.is_in_process
+
+    @property
+    def shares_generators(self) -> bool:
+        """Whether samples that overlap share the generators, with each other (threads) or with the trainer."""
+        return self._overlap_seeded and not self.seeds_overlapping
+
+    @property
+    def _overlap_seeded(self) -> bool:
+        return self.overlaps and self.seeding != "worker" and not self.is_iterable
 
     @property
     def seeds_here(self) -> bool:

@@ -21,6 +21,7 @@ BATCH = -1
 COLLATION = -2
 """That of ``collate_fn`` where samples are known by their place in the epoch."""
 
+_BEFORE_SAMPLES = 3
 _WORD = (1 << 32) - 1
 
 
@@ -58,6 +59,7 @@ class SampleContext:
         batch: Number of the batch.
         position: In the batch, from 0.
         first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
+        switch: The worker's `GeneratorSwitch`, where samples overlap and have their own draws; otherwise None.
     """
 
     _made_for: int | None = None
@@ -65,17 +67,26 @@ class SampleContext:
     _generator: np.random.Generator
     _samples: dict[int, SampleContext] | None = None
 
-    def __init__(self, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None) -> None:
+    def __init__(
+        self, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, switch: Any = None
+    ) -> None:
         self.seeder = seeder
         self.batch = batch
         self.first = first
         self.position = position
+        self.switch = switch
 
     @property
     def number(self) -> int:
         """The number of the sample in the epoch, of the first sample outside of samples. Only where it is known."""
         assert self.first is not None
         return self.first + max(self.position, 0)
+
+    def place(self, part: int = 0) -> tuple[int, int]:
+        """Return what to seed a part of this sample with: number and part, for `Seeder`."""
+        if self.first is not None:
+            return self.number, part
+        return self.batch, part | (self.position + _BEFORE_SAMPLES) << 32
 
     @property
     def has_generator(self) -> bool:
@@ -92,7 +103,7 @@ class SampleContext:
         if self._samples is None:
             self._samples = {}
         if position not in self._samples:
-            self._samples[position] = SampleContext(self.seeder, self.batch, position, self.first)
+            self._samples[position] = SampleContext(self.seeder, self.batch, position, self.first, self.switch)
         return self._samples[position]
 
     def generator(self) -> np.random.Generator:
@@ -146,9 +157,13 @@ class SeedingContext(SampleContext):
 current: ContextVar[SampleContext] = ContextVar("asyncloader sample")
 
 
-def enter(seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None) -> None:
+def enter(
+    seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, switch: Any = None
+) -> SampleContext:
     """Note that what this context does from now on is done for this sample, or batch."""
-    current.set(SampleContext(seeder, batch, position, first))
+    sample = SampleContext(seeder, batch, position, first, switch)
+    current.set(sample)
+    return sample
 
 
 @contextlib.contextmanager

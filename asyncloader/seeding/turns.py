@@ -55,6 +55,7 @@ class _Turn:
     Attributes:
         lock: Held by whose turn it is.
         holder: The sample, in the thread that has the lock. A sample of a run that is over may not seed anything.
+        num_blocks: How many blocks have begun and ended. What moves generators meanwhile may be them.
         is_trainers: The global generators are those of the trainer, and are given back after each turn.
         drawings: Draws that go on; each thread adds and removes its own, and adds with the lock held: never inside a
             block.
@@ -64,6 +65,7 @@ class _Turn:
         self.lock = threading.RLock()
         self.holder: SampleContext | None = None
         self.is_trainers = is_trainers
+        self.num_blocks = 0
         self.drawings: list[weakref.ref[Drawing]] = []  # one that a Ctrl-C keeps from ending is gone by itself
 
     def going_on(self) -> list[Drawing]:
@@ -76,6 +78,11 @@ class _Turn:
 
 
 _turn = _Turn()
+
+
+def turn() -> _Turn:
+    """Return whose turn it is."""
+    return _turn
 
 
 def own_generators() -> None:
@@ -253,6 +260,8 @@ class sample_seed:  # read as a function that returns a context manager
     _is_holder: bool = False
     _states: Sequence[tuple[Any, Any]] = ()
     _outside: Any = None
+    _switch: Any = None
+    _interrupted: Any = None
 
     def __init__(self, position: int | None = None) -> None:
         self._position = position
@@ -269,7 +278,7 @@ class sample_seed:  # read as a function that returns a context manager
                 sample = sample.of(self._position)
                 for self._outside in starmap(current.set, ((sample,),)):
                     pass
-            if sample.first is not None:
+            if sample.first is not None or sample.switch is not None:
                 self._begin(sample)
         except BaseException:
             self.__exit__()
@@ -293,11 +302,13 @@ class sample_seed:  # read as a function that returns a context manager
             self._release()  # a block inside a block: the outer one goes on
             return
         seeder = sample.seeder
+        if (switch := sample.switch) is not None:
+            self._switch, self._interrupted = switch, switch.leave()
         self._is_holder, turn.holder = True, sample
         _refuse_if_over(seeder.key)
         self._states = states_of((*GLOBAL, *seeder.own)) if turn.is_trainers else ()
-        part = BLOCK + 3 * sample.next_block() - min(sample.position, 0)
-        seeder(sample.number, part)
+        turn.num_blocks += 1
+        seeder(*sample.place(BLOCK + 3 * sample.next_block() - min(sample.position, 0)))
 
     def _release(self) -> None:
         lock = self._turn.lock
@@ -317,7 +328,10 @@ class sample_seed:  # read as a function that returns a context manager
                 pass
         if self._is_holder:
             restore(self._states)
+            self._turn.num_blocks += 1
             self._turn.holder, self._states, self._is_holder = None, (), False
+            if self._switch is not None:
+                self._switch.go_on(self._interrupted)
         if self._is_held:
             self._release()
 

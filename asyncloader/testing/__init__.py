@@ -79,9 +79,9 @@ def assert_reproducible(
     compared as the dataset gives them, before any ``collate_fn``.
 
     With ``seeding="sample"``, the default here, a sample has draws of its own from the global generators; where samples
-    are fetched at the same time (an async dataset, ``concurrency``, worker threads), only in a
-    :class:`asyncloader.sample_seed` block. Draws from
-    :func:`asyncloader.sample_rng` are a sample's own anywhere.
+    share these (on threads of one process, or with the trainer, in whose process an async dataset runs without
+    workers), only in a :class:`asyncloader.sample_seed` block. Draws from :func:`asyncloader.sample_rng` are a sample's
+    own anywhere.
 
     Args:
         make_dataset: Makes the dataset, a new one for each loader: map-style, with a few samples.

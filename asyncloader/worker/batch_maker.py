@@ -44,13 +44,14 @@ from asyncloader.seeding.generators import check_of, restore, states_of
 from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.own_generators import OwnGenerators, seeded_generators_of
 from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
-from asyncloader.seeding.seeder import Seeder
+from asyncloader.seeding.seeder import COLLATE, Seeder
+from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, Steps, steps
 from asyncloader.transport.collate import is_default, recycling_collate
 from asyncloader.transport.join import collated
 from asyncloader.transport.loans import Rows
 from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.digesting import make_digester
-from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher
+from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher, settle
 from asyncloader.worker.job import Job, NoGoodSample, mend
 from asyncloader.worker.odd_sample import find_odd_sample
 
@@ -111,6 +112,7 @@ class BatchMaker:
         keeper: Keeps the state of the dataset in this run, if it has one.
         failure: The exception that stands for every batch of this run, or None.
         seeder: The seeder of this run.
+        switch: Gives each sample draws of its own where samples overlap, or warns of draws, or does neither.
     """
 
     spec: WorkerSpec
@@ -125,6 +127,7 @@ class BatchMaker:
         aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.keeper: Keeper | None = None
+        self.switch = Steps()
         self._unfit: Exception | None = None  # what stands for every batch of every run
         self._id = worker_id
         self._host = host
@@ -238,7 +241,8 @@ class BatchMaker:
     def _own_generators(self) -> dict[str, Any]:
         """Look for generators of the dataset's own, where samples are seeded."""
         spec = self.spec
-        return seeded_generators_of(spec.dataset, spec.collate_fn) if spec.seeds_each_batch or spec.knows_places else {}
+        is_seeded = spec.seeds_each_batch or spec.seeds_overlapping or spec.knows_places
+        return seeded_generators_of(spec.dataset, spec.collate_fn) if is_seeded else {}
 
     def _generator_checks(self) -> set[tuple[str, int]]:
         return {(path, check_of(generator)) for path, generator in self._own_generators().items()}
@@ -249,6 +253,10 @@ class BatchMaker:
         self.seeder = Seeder(epoch.key, OwnGenerators(by_path, known, epoch.key))
         # In the trainer's process each batch, or block, gives them back.
         self._own_states = states_of(by_path.values()) if self._host.is_remote else []
+        if self.spec.seeds_overlapping:
+            self.switch = GeneratorSwitch(self.seeder, warns=not self._id)  # one warning is enough
+        elif self.spec.shares_generators and not (self._id or isinstance(self.switch, DrawWatch)):
+            self.switch = DrawWatch(is_alone=self._host.is_remote)
 
     @property
     def _seeds(self) -> bool:
@@ -345,10 +353,23 @@ class BatchMaker:
 
         `batch` makes an outcome of the data then, or `failed` of what was raised.
         """
-        sample_context.enter(self.seeder, job.ticket, COLLATION if job.first is not None else BATCH, job.first)
+        position = COLLATION if job.first is not None else BATCH
+        switch = self.switch if isinstance(self.switch, GeneratorSwitch) else None
+        here = sample_context.enter(self.seeder, job.ticket, position, job.first, switch)
         if self.keeper is not None and not self.spec.is_iterable:
             job.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
-        return self._finish(job, None, may_await=True)
+        if switch is None or is_default(self.spec.collate_fn):
+            return self._finish(job, None, may_await=True)
+        with switch.seeded(*here.place(COLLATE)):
+            return self._finish(job, None, may_await=True)
+
+    async def collated(self, job: Job, collation: Any) -> Any:
+        """Await what `gathered` returns of an async collate_fn."""
+        if not isinstance(self.switch, GeneratorSwitch):
+            return await collation
+        self.switch.stay_seeded()
+        draws = SampleDraws(*sample_context.here().place(COLLATE))
+        return await steps(self.switch, draws, settle(collation))
 
     def _finish(self, job: Job, rows: Sequence[Rows] | None, *, may_await: bool = False) -> Any:
         """Collate the samples of a job, as far as they are good.

@@ -110,7 +110,7 @@ class GuardedLoop:
 
     def create_task(self, coroutine: Coroutine[Any, Any, None], *, name: str | None = None) -> asyncio.Task[None]:
         """Run it as a task."""
-        task = self.loop.create_task(coroutine, name=name)
+        task = asyncio.Task(coroutine, loop=self.loop, name=name)  # no factory: a sample may be the one that asks
         task.add_done_callback(self._look_at)
         return task
 

@@ -31,8 +31,9 @@ from torch.utils.data import StackDataset
 from asyncloader.async_face import batch_method, sample_method
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, members
-from asyncloader.seeding.sample_context import BATCH, Placed, enter
-from asyncloader.seeding.seeder import Seeder
+from asyncloader.seeding.sample_context import BATCH, Placed, SampleContext, enter
+from asyncloader.seeding.seeder import WHOLE, Seeder
+from asyncloader.seeding.switch import GeneratorSwitch, SampleDraws, Steps, steps
 from asyncloader.worker.fetch import settle
 from asyncloader.worker.gather import WholeBatches
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -48,6 +49,7 @@ class OverlapRun(NamedTuple):
     Attributes:
         spec: How samples are fetched.
         seeder: The seeder of the worker in this run.
+        switch: Gives each sample draws of its own, or warns of draws, or does neither.
         finished: Gets each job once.
         ends: Whether a worker cannot go on after an exception; other exceptions stand for their batches.
         stop: Is given an exception of our own code: no sample can be answered for after that.
@@ -58,6 +60,7 @@ class OverlapRun(NamedTuple):
     finished: Callable[[Job], None]
     ends: Callable[[BaseException], bool]
     stop: Callable[[BaseException], None]
+    switch: Steps = Steps()
 
 
 class Overlap:
@@ -209,7 +212,8 @@ class TaskFetcher(Overlap):
         if self._auto_collation and not self._whole.by_sample:
             self._get_samples = self._batch_method(dataset)
         self._is_filling = False
-        self._is_stacked = any(isinstance(member, StackDataset) for member in members(dataset))
+        self._is_simple = not any(isinstance(member, StackDataset) for member in members(dataset))
+        self._switch = run.switch if isinstance(run.switch, GeneratorSwitch) else None
 
     def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
         return sample_method(dataset)
@@ -260,20 +264,41 @@ class TaskFetcher(Overlap):
             return self._get_samples(job.keys)
         return self._get_sample(job.keys[position] if self._auto_collation else job.keys)
 
+    def _enter(self, job: Job, position: int) -> SampleContext:
+        return enter(self._run.seeder, job.ticket, position, job.first, self._switch)
+
+    async def _sample(self, job: Job, position: int) -> Any:
+        sample = self._ask(job, position)
+        if hasattr(type(sample), "__await__"):
+            sample = await sample
+        if position != BATCH:
+            return sample if self._is_simple else await settle(sample)
+        if not self._whole.is_collated and any(hasattr(type(each), "__await__") for each in sample):
+            return await asyncio.gather(*map(settle, sample))
+        return sample
+
     async def _get(self, job: Job, position: int) -> None:
-        enter(self._run.seeder, job.ticket, position, job.first)
+        switch = self._run.switch
         sample: Any = None
         error: BaseException | None = None
-        try:
-            sample = self._ask(job, position)
-            if hasattr(type(sample), "__await__"):
-                sample = await sample
-            if position != BATCH:
-                sample = await settle(sample) if self._is_stacked else sample
-            elif not self._whole.is_collated and any(hasattr(type(each), "__await__") for each in sample):
-                sample = await asyncio.gather(*map(settle, sample))
-        except BaseException as raised:
-            error = raised
+        while True:
+            here, sample, error = self._enter(job, position), None, None
+            watch, draws = switch.watch, None
+            try:
+                if watch is None:
+                    draws = SampleDraws(*here.place(WHOLE if position == BATCH else 0))
+                    sample = await steps(switch, draws, self._sample(job, position))
+                elif self._is_simple and position != BATCH:
+                    sample = self._ask(job, position)
+                    if hasattr(type(sample), "__await__"):
+                        sample = await sample
+                else:
+                    sample = await self._sample(job, position)
+            except BaseException as raised:
+                error = raised
+            watch, is_void = (watch, False) if draws is None else (draws.watch, draws.is_void)
+            if job.is_over or not (is_void or (watch is not None and switch.is_void(watch))):
+                break  # otherwise once more: it drew before anything was seeded for it
         if job.is_over:
             _pass_on_cancellation(error)
             return

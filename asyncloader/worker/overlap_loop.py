@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.protocols import is_resource, members
+from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch
 from asyncloader.worker import loops
 from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.job import Job
@@ -127,7 +128,10 @@ class OverlapLoop(TicketLoop):
         if self._overlap is not None:
             runs_on = keeper is None or not keeper.is_put_back
             closing = self._loop.create_task(self._overlap.aclose(runs_on=runs_on), name="leave the last epoch")
-        run = OverlapRun(spec, self._maker.seeder, self._on_finished, self._transport.ends, self._stop)
+        switch = self._maker.switch
+        run = OverlapRun(spec, self._maker.seeder, self._on_finished, self._transport.ends, self._stop, switch)
+        if isinstance(switch, GeneratorSwitch):
+            self._loop.set_task_factory(switch.make_task)
         if spec.is_iterable:
             self._overlap = Stream(dataset, run, self._on_exhausted, closing, keeper)
         else:
@@ -209,6 +213,8 @@ class OverlapLoop(TicketLoop):
                 self._stop(job.fatal)
                 return
             held = [self._maker.gathered(job)]
+            if isinstance(self._maker.switch, DrawWatch):
+                self._maker.switch.on_batch()
             if hasattr(type(held[0]), "__await__"):
                 name = f"{type(self._maker.spec.dataset).__name__}: batch {job.ticket}, collate"
                 task = self._loop.create_task(self._await_batch(job, held), name=name)
@@ -229,7 +235,7 @@ class OverlapLoop(TicketLoop):
         """Await an async collate_fn, beside everything else."""
         try:
             try:
-                held.append(self._maker.batch(job, await held.pop()))
+                held.append(self._maker.batch(job, await self._maker.collated(job, held.pop())))
             except BaseException as error:
                 task = asyncio.current_task()
                 is_cancelled = task is not None and task.cancelling()  # by us: nobody waits for this batch any more

@@ -11,6 +11,8 @@ import traceback
 from types import FrameType
 from typing import Any
 
+from asyncloader.seeding.switch import steps
+
 _LONGEST = 100
 
 
@@ -43,6 +45,9 @@ def _suspended(awaited: Any) -> tuple[list[FrameType], Any]:
         for kind in ("cr", "gi", "ag"):
             frame = getattr(awaited, f"{kind}_frame", None)
             if isinstance(frame, FrameType):
+                if frame.f_code is steps.__code__:  # it sends into the coroutine by itself
+                    awaited = frame.f_locals["coroutine"]
+                    break
                 frames.append(frame)
                 awaited = getattr(awaited, f"{kind}_await" if kind != "gi" else "gi_yieldfrom")
                 break

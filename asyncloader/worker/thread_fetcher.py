@@ -25,6 +25,7 @@ from typing import Any
 from asyncloader import threads
 from asyncloader.messages.modes import Modes
 from asyncloader.seeding.sample_context import enter
+from asyncloader.seeding.switch import DrawWatch
 from asyncloader.stack_text import stack_of
 from asyncloader.worker.fetch import settle
 from asyncloader.worker.job import Job
@@ -138,6 +139,8 @@ class ThreadFetcher(TaskFetcher):
         if job.is_over or (job.fatal is not None and position > job.fatal_at):
             return
         enter(self._run.seeder, job.ticket, position, job.first)
+        watch = self._run.switch
+        before = watch.look() if isinstance(watch, DrawWatch) and watch.watch is None else None
         if position <= 0:
             job.began = perf_counter()
         sample: Any = None
@@ -148,6 +151,8 @@ class ThreadFetcher(TaskFetcher):
                 sample = asyncio.run_coroutine_threadsafe(settle(sample), self._loop.loop).result()
         except BaseException as raised:
             error = raised
+        if before is not None and isinstance(watch, DrawWatch):
+            watch.compare(before)
         self._done.append((job, position, sample, error))
         del job, sample, error  # a traceback refers to this frame
         if not self._is_told:  # looked at after the sample is there: `_take_done` does it the other way round

@@ -10,6 +10,7 @@ import asyncio
 import copy
 import json
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -463,8 +464,8 @@ def test_assert_reproducible_names_the_cause_and_then_the_samples() -> None:
     with pytest.raises(AssertionError, match=r"^Samples that are made at the same time share random generators"):
 
         class AtOnce(Photos):
-            async def __getitem__(self, index: int) -> float:
-                await asyncio.sleep(0.001 * (index * 7 % 5))
+            def __getitem__(self, index: int) -> float:
+                time.sleep(0.001 * (index * 7 % 5))
                 return random.random()
 
         assert_reproducible(lambda: AtOnce(float), num_workers=(1,), concurrency=(1, 8), batch_sizes=(8,), epochs=1)

@@ -1,0 +1,413 @@
+"""Samples that are fetched at the same time, and draw: each has draws of its own, across whatever it awaits.
+
+Samples are little programs of waits and draws. How long a wait is, is a number of turns of the loop, so which sample
+runs after which depends on how many are in flight and on which worker they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import Value
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader import DataLoader, sample_rng, sample_seed
+from asyncloader.seeding.generators import left_alone
+from asyncloader.seeding.seeder import Seeder
+from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, steps
+
+LENGTH = 60
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random": random.random,
+    "gauss": lambda: random.gauss(0, 1),  # keeps a second number
+    "numpy": np.random.rand,
+    "normal": np.random.randn,  # keeps one too
+    "torch": lambda: torch.rand(()).item(),
+    "randn": lambda: torch.randn(()).item(),
+    "block of words": lambda: np.random.bytes(4 * 624)[:4],
+}
+
+
+async def turns(count: int) -> None:
+    """Wait for so many turns of the loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Programs:
+    """Samples of which each does something else.
+
+    Args:
+        seed: Of the programs; not of what they draw.
+        quiet: So many samples draw nothing.
+    """
+
+    def __init__(self, seed: int, quiet: int = 0) -> None:
+        self.seed = seed
+        self.quiet = quiet
+        self.calls = Value("i", 0)
+        self.own = np.random.default_rng(seed)
+        self.shift = random.Random(seed)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    async def __getitem__(self, index: int) -> Any:
+        with self.calls.get_lock():
+            self.calls.value += 1
+        return index, await self._run(random.Random(self.seed * 1000 + index), index >= self.quiet, depth=0)
+
+    async def _run(self, chooses: random.Random, draws: bool, depth: int) -> list[Any]:
+        found: list[Any] = []
+        for _ in range(chooses.randint(1, 5)):
+            choice = chooses.choice(
+                [*DRAWS, "own", "shift", "wait", "wait", "wait", "tasks", "in time", "block", "rng"]
+            )
+            if choice == "wait":
+                await turns(chooses.randint(1, 9))
+            elif choice == "rng":
+                found.append(sample_rng().random())
+            elif choice in ("tasks", "in time"):
+                inner = [random.Random(chooses.random()) for _ in range(2 if depth < 2 else 0)]
+                if choice == "tasks":
+                    found += await asyncio.gather(*(self._run(each, draws, depth + 1) for each in inner))
+                elif inner:
+                    found.append(await asyncio.wait_for(self._run(inner[0], draws, depth + 1), 60))
+            elif not draws:
+                continue
+            elif choice == "block":
+                with sample_seed():
+                    found.append(random.random())
+            else:
+                found.append(
+                    self.own.random() if choice == "own" else
+                    self.shift.random() if choice == "shift" else
+                    DRAWS[choice]()
+                )  # fmt: skip
+        return found
+
+
+def run(dataset: Any, state: Any = None, stop: int | None = None, **options: Any) -> Any:
+    """Return the batches of an epoch, or of its beginning, with the state there."""
+    options = {"batch_size": 4, "shuffle": True, "collate_fn": list, "num_workers": 1} | options
+    with left_alone():
+        torch.manual_seed(3)
+        loader = DataLoader(dataset, **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        found = []
+        for batch in loader:
+            found.append(batch)
+            if len(found) == stop:
+                return found, loader.state_dict()
+        return found
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    seeding=st.sampled_from([None, "sample"]),
+    num_workers=st.integers(1, 2),
+    concurrency=st.sampled_from([1, 3, 64]),
+    quiet=st.sampled_from([0, 45]),
+    stop=st.integers(1, 14),
+)
+def test_draws_depend_on_the_seed_alone(
+    seed: int, seeding: Any, num_workers: int, concurrency: int, quiet: int, stop: int
+) -> None:
+    """Not on the number of workers, nor on what else is in flight; a resume at any batch gives the same."""
+    options: dict[str, Any] = {"seeding": seeding}
+    expected = run(Programs(seed, quiet), **options)
+    others = {"num_workers": num_workers, "concurrency": concurrency}
+    assert run(Programs(seed, quiet), **options, **others) == expected
+    begun, state = run(Programs(seed, quiet), **options, **others, stop=stop)
+    assert begun + run(Programs(seed, quiet), state, **options) == expected
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6), batch_size=st.integers(1, 9))
+def test_by_sample_they_do_not_depend_on_the_batch_size_either(seed: int, batch_size: int) -> None:
+    """They are what each sample draws where it is made alone."""
+    expected = [sample for batch in run(Programs(seed), seeding="sample") for sample in batch]
+    found = run(Programs(seed), seeding="sample", batch_size=batch_size, num_workers=2)
+    assert [sample for batch in found for sample in batch] == expected
+
+
+def test_a_plain_dataset_draws_the_same_by_sample() -> None:
+    """Its samples are made one after the other, and seeded alike."""
+
+    class Plain:
+        def __len__(self) -> int:
+            return LENGTH
+
+        def __getitem__(self, index: int) -> Any:
+            return index, random.random(), np.random.rand(), torch.rand(()).item()
+
+    class Async(Plain):
+        async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+            await turns(index % 7)
+            one = random.random()
+            await turns(index % 5)
+            return index, one, np.random.rand(), torch.rand(()).item()
+
+    expected = run(Plain(), seeding="sample", num_workers=0)
+    assert run(Async(), seeding="sample", num_workers=2) == run(Plain(), seeding="sample") == expected
+
+
+@pytest.mark.parametrize("quiet", [LENGTH, 45])
+def test_samples_are_asked_for_twice_only_where_late_ones_draw(quiet: int) -> None:
+    """Those in flight with the first that draws; in a run that draws nothing, none."""
+    dataset = Programs(5, quiet)
+    run(dataset, concurrency=8, shuffle=False)
+    assert dataset.calls.value - LENGTH in range(0 if quiet == LENGTH else 1, 1 if quiet == LENGTH else 9)
+
+
+def test_whole_batches_have_draws_of_their_own() -> None:
+    """Of `__getitems__`, of what it leaves to be awaited, and of collate_fn, also of an async one."""
+
+    class Batches:
+        def __len__(self) -> int:
+            return LENGTH
+
+        async def __getitems__(self, indices: list[int]) -> Any:
+            first = random.random()
+            await turns(indices[0] % 7)
+            return [self._one(index, first + random.random()) for index in indices]
+
+        async def _one(self, index: int, number: float) -> Any:
+            await turns(index % 5)
+            return index, number, random.random()
+
+    async def collate(samples: list[Any]) -> Any:
+        await turns(samples[0][0] % 6)
+        return samples, random.random()
+
+    def at_once(samples: list[Any]) -> Any:
+        return samples, random.random()
+
+    for collate_fn in (collate, at_once):
+        expected = run(Batches(), collate_fn=collate_fn, concurrency=1)
+        assert run(Batches(), collate_fn=collate_fn, num_workers=2) == expected
+        assert len({number for _, number in expected}) == len(expected)
+
+
+# ------------------------------------------------------------------------------------------------ without a worker
+
+
+def alone(program: Callable[[], Any], number: int) -> Any:
+    """Return what a coroutine gives that runs by itself, seeded."""
+    Seeder((1, 2, 3))(number)
+    coroutine = program()
+    try:
+        while True:
+            coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    programs=st.lists(st.lists(st.sampled_from([*DRAWS, "wait"]), max_size=8), min_size=1, max_size=5),
+    order=st.integers(0, 10**6),
+)
+def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]], order: int) -> None:
+    """By hand: which sample goes on, or begins, is drawn."""
+    chooses = random.Random(order)
+
+    async def sample(choices: list[str]) -> list[Any]:
+        found = []
+        for choice in choices:
+            found.append(await asyncio.sleep(0) if choice == "wait" else DRAWS[choice]())
+        return found
+
+    with left_alone():
+        expected = [alone(lambda each=each: sample(each), number) for number, each in enumerate(programs)]
+        switch = GeneratorSwitch(Seeder((1, 2, 3)))
+        left = dict(enumerate(programs))
+        going: dict[int, Any] = {}
+        found: dict[int, Any] = {}
+        while left:
+            number = chooses.choice(sorted(left))
+            if number not in going:
+                draws = SampleDraws(number, 0)
+                going[number] = draws, steps(switch, draws, sample(left[number]))
+            draws, coroutine = going[number]
+            try:
+                coroutine.send(None)
+            except StopIteration as end:
+                del going[number]
+                if not draws.is_void:  # otherwise once more
+                    found[number] = end.value
+                    del left[number]
+    assert [found[number] for number in range(len(programs))] == expected
+
+
+def test_a_sample_that_raises_or_is_cancelled_leaves_the_others_alone() -> None:
+    """Its last step ends like any other."""
+
+    async def fails() -> None:
+        random.random()
+        await asyncio.sleep(0)
+        raise KeyError
+
+    async def waits() -> float:
+        first = random.random()
+        await asyncio.sleep(0)
+        return first + random.random()
+
+    with left_alone():
+        expected = alone(waits, 7)
+        switch = GeneratorSwitch(Seeder((1, 2, 3)))
+        switch.stay_seeded()
+        good = steps(switch, SampleDraws(7, 0), waits())
+        bad = [steps(switch, SampleDraws(number, 0), fails()) for number in (1, 2)]
+        for each in (*bad, good):
+            each.send(None)
+        with pytest.raises(KeyError):
+            bad[0].send(None)
+        with pytest.raises(asyncio.CancelledError):
+            bad[1].throw(asyncio.CancelledError())
+        with pytest.raises(StopIteration) as end:
+            good.send(None)
+        assert end.value.value == expected
+
+
+# -------------------------------------------------------------------------------------------------------- warnings
+
+
+@pytest.fixture
+def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been warned of in this process, nor in its forks."""
+    monkeypatch.setattr(DrawWatch, "has_warned", False)
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Iterator[Path]:
+    """The file that workers log to."""
+    path = tmp_path / "log"
+    handler = logging.FileHandler(path)
+    log = logging.getLogger("asyncloader")
+    log.addHandler(handler)
+    yield path
+    log.removeHandler(handler)
+    handler.close()
+
+
+SHARED = "Samples that are fetched at the same time draw from the global random generators"
+ELSEWHERE = "Something draws from the random generators of this worker while no sample runs on its loop"
+
+
+class Blocking:
+    """A plain dataset: draws as it is told."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.draw()
+
+
+class Awaiting(Blocking):
+    """The same, of coroutines."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await turns(3)
+        return index, self.draw()
+
+
+def in_a_block() -> float:
+    """Draw in a block."""
+    with sample_seed():
+        return random.random()
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_threads_that_draw_are_warned_of_once(logged: Path) -> None:
+    """By one worker, with the way out."""
+    run(Blocking(random.random), concurrency=4, num_workers=2)
+    told = logged.read_text()
+    assert told.count(SHARED) == 1
+    assert "asyncloader.sample_rng()" in told
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize(
+    ("draw", "options"),
+    [
+        (lambda: sample_rng().random(), {}),
+        (lambda: 0.0, {}),
+        (in_a_block, {"seeding": "sample"}),
+        (random.random, {"seeding": "worker"}),
+        (random.random, {"concurrency": None}),
+    ],
+    ids=["sample_rng", "nothing", "in blocks", "as torch", "one at a time"],
+)
+def test_nothing_is_said_where_nothing_is_wrong(draw: Any, options: dict[str, Any], logged: Path) -> None:
+    """Or where it was asked for."""
+    run(Blocking(draw), **({"concurrency": 4} | options))
+    assert SHARED not in logged.read_text()
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Awaiting, {"num_workers": 0}),
+        (Blocking, {"num_workers": 0, "concurrency": 4}),
+        (Awaiting, {"num_workers": 2, "worker_backend": "thread"}),
+    ],
+)
+def test_in_the_trainers_process_a_draw_is_warned_of_once(
+    dataset: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The generators are the trainer's there."""
+    with caplog.at_level(logging.WARNING, "asyncloader"):
+        run(dataset(lambda: 0.0), **options)
+        assert SHARED not in caplog.text
+        run(dataset(random.random), **options)
+        run(dataset(random.random), **options)
+    assert caplog.text.count(SHARED) == 1
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_draws_of_the_trainer_are_not_taken_for_those_of_samples(caplog: pytest.LogCaptureFixture) -> None:
+    """After the first batch only the trainer knows who draws."""
+    loader = DataLoader(Awaiting(lambda: 0.0), 4, collate_fn=list)  # type: ignore[arg-type]
+    with left_alone(), caplog.at_level(logging.WARNING, "asyncloader"):
+        for _ in loader:
+            random.random()
+    assert SHARED not in caplog.text
+
+
+def test_threads_beside_coroutines_are_warned_of(logged: Path) -> None:
+    """They draw while no sample runs on the loop; in blocks they have draws of their own."""
+
+    class OnThreads(Awaiting):
+        async def __getitem__(self, index: int) -> Any:
+            step_ended = threading.Event()
+            asyncio.get_running_loop().call_soon(step_ended.set)
+            return index, await asyncio.to_thread(self._draw_after, step_ended)
+
+        def _draw_after(self, step_ended: threading.Event) -> Any:
+            step_ended.wait(60)
+            return self.draw()
+
+    expected = run(OnThreads(in_a_block), concurrency=1)
+    assert run(OnThreads(in_a_block), num_workers=2) == expected
+    assert ELSEWHERE not in logged.read_text()
+    run(OnThreads(random.random), num_workers=2, concurrency=1)
+    assert logged.read_text().count(ELSEWHERE) == 1
