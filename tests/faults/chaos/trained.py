@@ -202,7 +202,7 @@ class Epoch:
 
         Args:
             chance: Draws.
-            may_look: Something else may iterate over the loader before the epoch.
+            may_look: Another iterator may be there before the epoch: a look, or a loop that is left.
             may_look_inside: And in the middle of it.
             draws_late: The order is drawn at the first batch: what happens before that, after a state, decides it.
         """
@@ -211,7 +211,7 @@ class Epoch:
         return cls(
             chance.choice([11, 12, 13]),
             may_look and chance.random() < 0.3,
-            chance.choice([None, None, 0, 1, 3]),
+            chance.choice([None, None, 0, 1, 3]) if may_look else None,
             "nothing" if draws_late and cut == "begun" else between,
             chance.choice([None, None, 1, 2, 5]) if may_look_inside else None,
             cut,
@@ -274,8 +274,8 @@ class Plan:
         # Threads that make samples draw from the trainer's generators: an order that is drawn from those is nobody's.
         names = [name for name in SAMPLING_NAMES if place != "thread" or name not in FROM_GLOBAL]
         sampling = BY_NAME[chance.choice(names)]
-        # Two iterators over one sampler of this kind read from one place; and how far a loop that was left has read
-        # ahead in it depends on the number of workers.
+        # Two iterators over one sampler of this kind read from one place. A state that is taken before the first batch
+        # of an iterator that came after one that was left has the wrong place: known, and not mended.
         is_shared = sampling.name == "own state"
         counts = [0 if place == "here" else chance.randint(1, 3) for _ in range(EPOCHS + 1)]
         return cls(
