@@ -29,6 +29,7 @@ from asyncloader.protocols import (
     is_collated,
     probe,
 )
+from asyncloader.seeding.turns import sample_seed
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -177,7 +178,8 @@ class CachedDataset(OpensDataset, Dataset[T_co]):
         if self.transform is None:
             return sample
         self._watch.muddle()  # it may draw, while other samples are being made
-        return self.transform(sample)
+        with sample_seed():  # so what it draws does not depend on whether the sample was kept
+            return self.transform(sample)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

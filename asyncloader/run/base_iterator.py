@@ -232,7 +232,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of the batches that were yielded: see :meth:`asyncloader.DataLoader.state_dict`."""
-        return self._checkpointer.state_dict()
+        return self._runs.completed(self._checkpointer.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state, with this iterator: what it was at is dropped, and its workers are started anew.

@@ -92,9 +92,14 @@ class Runs:
             keys = self.generator_keys.following(self.generators(there))
             before = {path: (key, count - 1) for path, (key, count) in keys.items()}
             return initial_state(there, self.begun, self.exclusions.state(), before)
-        state = record.checkpointer.state_dict()
-        # Something else may have begun a run beside this one, for a look: later epochs come after that one, too.
-        return {**state, "epoch": self.begun} if state["finished"] else {**state, "begun": self.begun}
+        return self.completed(record.checkpointer.state_dict())
+
+    def completed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of a run with how many runs there were.
+
+        Something else may have begun a run beside this one, for a look: later epochs come after that one, too.
+        """
+        return {**state, "epoch" if state["finished"] else "begun": self.begun}
 
     @property
     def latest(self) -> Checkpointer | None:
