@@ -393,3 +393,26 @@ def test_an_epoch_that_is_set_after_a_state_between_two_epochs(
             if epoch is not None:
                 set_epoch(loader, epoch)
             assert order(loader) == orders[done if epoch is None else epoch]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_before_the_first_batch_of_an_epoch_that_is_begun_again(num_workers: int) -> None:
+    """A loop over it was left, and the same epoch set once more: the state is of its beginning."""
+
+    def make() -> Any:
+        sampler = ElasticSampler(24, 1, 0, seed=3)
+        return DataLoader(range(24), batch_size=2, sampler=sampler, num_workers=num_workers)
+
+    loader = make()
+    loader.set_epoch(1)
+    left = iter(loader)
+    next(left), next(left)
+    del left
+    loader.set_epoch(1)
+    iterator = iter(loader)
+    state = loader.state_dict()
+    whole = [batch.tolist() for batch in iterator]
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == whole
+    assert len(whole) == 12

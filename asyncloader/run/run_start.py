@@ -28,6 +28,7 @@ from asyncloader.run.data_rank import data_rank
 from asyncloader.run.plan import Plan, is_drawn_from, load_samplers, order_generators, own_state, samplers_within
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot
 from asyncloader.run.runs import Runs
+from asyncloader.samplers.ordered import ResumableSampler
 from asyncloader.seeding.own_generators import GeneratorKeys, Key
 from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.seeding.turns import Drawing
@@ -328,7 +329,12 @@ def _load_samplers(
     if state is not None:
         last = runs.set_epochs.of_samplers(index_sampler) if state["finished"] else None
     runs.set_epochs.begin_epoch(index_sampler, last=last)
-    return samplers if samplers.state is not None else samplers._replace(state=own_state(index_sampler))
+    if samplers.state is not None:
+        return samplers
+    for sampler in samplers_within(index_sampler):
+        if isinstance(sampler, ResumableSampler):  # its newest iterator may have been left, in the epoch that is begun
+            sampler.forget_iterator()
+    return samplers._replace(state=own_state(index_sampler))
 
 
 def _load_dataset(options: Options, state: dict[str, Any] | None, news: tuple[Told, ...]) -> bool:

@@ -199,6 +199,10 @@ class ResumableSampler(Sampler[T_co], ABC):
         """Return a state with what it lacks, as it is now."""
         return bare
 
+    def forget_iterator(self) -> None:
+        """Let the state be that in which the next iterator begins, though the newest one was left before its end."""
+        self._begin_at(self._next)
+
     def _begin_at(self, cursor: Any) -> None:
         """Let the next iterator begin at a cursor."""
         self._next = cursor

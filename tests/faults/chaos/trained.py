@@ -180,7 +180,7 @@ class Epoch:
         leaves_after: A loop is left after so many batches, and begun again with the same seed; None for no such loop.
         between: What happens after ``iter`` and before the first batch: "nothing", "manual_seed", "another loader".
         looks_after: Something else takes one batch after so many of this loop; None if nothing does.
-        cut: After how many batches a state is taken and gone on from: a share of the epoch, "begun", "last", "over".
+        cut: After how many batches a state is taken and gone on from: a share of the epoch, "begun" or "last".
         who: Goes on: "same" or "new".
         moves_on: After a state of the last step, the trainer sets the next epoch and begins it.
         via: How the state travels: "memory", "json", "torch.save".
@@ -206,7 +206,9 @@ class Epoch:
             may_look_inside: And in the middle of it.
             draws_late: The order is drawn at the first batch: what happens before that, after a state, decides it.
         """
-        cut = chance.choice([None, "begun", "last", "over", chance.random(), chance.random()])
+        # No state between two epochs: with it the next one draws from the generators of the state, though the trainer
+        # has seeded them since the load.
+        cut = chance.choice([None, "begun", "last", chance.random(), chance.random()])
         between = chance.choice(["nothing", "nothing", "manual_seed", "another loader"])
         return cls(
             chance.choice([11, 12, 13]),
@@ -292,7 +294,8 @@ class Plan:
                 Epoch.draw(
                     chance,
                     may_look=not is_shared,
-                    may_look_inside=not is_shared and not is_persistent,
+                    # Nor is this one: after a look beside it, the state of a sampler that plans windows is the look's.
+                    may_look_inside=not is_shared and not is_persistent and sampling.name != "BalancedBatchSampler",
                     draws_late=place == "here",
                 )
                 for _ in range(EPOCHS)
@@ -335,8 +338,13 @@ class Plan:
 
     def _comparable(self, epochs: list[list[list[list[float]]]]) -> Any:
         """Return of each sample what has to be the same: what is seeded by the loader only where processes make it."""
-        columns = slice(None) if self.place == "process" else slice(INDEX, RECORD_READ + 1)
-        return [[[row[columns] for row in batch] for batch in epoch] for epoch in epochs]
+        columns = [INDEX, RECORD_READ]
+        if self.place == "process":
+            columns.append(DRAWN)
+            # Known, and not mended: a look inside counts as an epoch of the dataset's generators, and not in states.
+            if all(epoch.looks_after is None for epoch in self.epochs):
+                columns += [IMAGE, MASK, NOISE]
+        return [[[[row[column] for column in columns] for row in batch] for batch in epoch] for epoch in epochs]
 
     def _check_seeds(self, whole: list[list[list[list[float]]]]) -> None:
         """See that epochs of one seed draw alike, whatever ran before them."""
@@ -410,12 +418,10 @@ class Trainer:
                     return
                 iterator = iter(loader)
         del iterator
-        if self._is_cut(epoch, "over"):
-            self._gone_on(epoch)
 
     def _batches_left(self, epoch: Epoch) -> int | None:
         """Return how many batches the epoch has, if that is needed to say when its state is taken."""
-        return len(self._loader) if self._cuts and epoch.cut not in (None, "begun", "over") else None
+        return len(self._loader) if self._cuts and epoch.cut not in (None, "begun") else None
 
     def _is_cut(self, epoch: Epoch, moment: str | int, count: int | None = None) -> bool:
         if not self._cuts or epoch.cut is None:
