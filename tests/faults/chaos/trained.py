@@ -339,7 +339,9 @@ class Plan:
     def _comparable(self, epochs: list[list[list[list[float]]]]) -> Any:
         """Return of each sample what has to be the same: what is seeded by the loader only where processes make it."""
         columns = [INDEX, RECORD_READ]
-        if self.place == "process":
+        # Nor are draws compared where an epoch was set after a state of a last step: that begins at the generators of
+        # the state, though the trainer has seeded them since the load.
+        if self.place == "process" and not any(epoch.moves_on and epoch.cut == "last" for epoch in self.epochs):
             columns.append(DRAWN)
             # Known, and not mended: a look inside counts as an epoch of the dataset's generators, and not in states.
             if all(epoch.looks_after is None for epoch in self.epochs):
