@@ -32,7 +32,7 @@ out of time on the busy machine. With our class 214 pass: of these four the firs
 function that is named `test_collate`, and is none, is an error with both.)"""
 
 MONAI_FAILURES = {
-    "`TestLoaderRandom.test_randomize_0`, `.test_zipdataset`": "The tests expect the very numbers of a worker's stream, "
+    "`TestLoaderRandom.test_randomize_0`, `.test_zipdataset`": "The tests expect the numbers of a worker's own stream, "
     "which MONAI's `worker_init_fn` has seeded. Each batch is seeded anew, from the same base seed. With "
     '`seeding="worker"` both pass.',
 }
