@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -270,7 +271,11 @@ def test_shuffle_buffers_are_found_below_what_is_done_with_a_stream(table: datas
 def test_epochs_after_a_resume_are_whole(
     table: datasets.Dataset, buffer_size: int | None, num_workers: int, is_mapped: bool
 ) -> None:
-    """The stream keeps the state that it has loaded; the next epochs begin at the beginning all the same."""
+    """The stream keeps the state that it has loaded; the next epochs begin at the beginning all the same.
+
+    They are those of a loader that was not interrupted: a ParallelMap tells its stream each epoch, and `datasets` has
+    another order of the shards in later ones, also of a stream that is not shuffled.
+    """
 
     def loader() -> DataLoader[Any]:
         stream = table.to_iterable_dataset(num_shards=4)
@@ -278,9 +283,13 @@ def test_epochs_after_a_resume_are_whole(
         dataset: Any = ParallelMap(stream, itemgetter("index")) if is_mapped else stream.select_columns(["index"])
         return DataLoader(dataset, 4, collate_fn=list, num_workers=num_workers, persistent_workers=num_workers > 0)
 
+    uninterrupted = loader()
+    epochs = [list(uninterrupted) for _ in range(4)]
+    for epoch in epochs:
+        rows = chain.from_iterable(epoch)
+        assert sorted(row if is_mapped else row["index"] for row in rows) == list(range(40))
     first = loader()
-    whole = list(first)
-    assert len(whole) == 10
+    assert list(first) == epochs[0]
     iterator = iter(first)
     for _ in range(3):
         next(iterator)
@@ -288,8 +297,8 @@ def test_epochs_after_a_resume_are_whole(
     del iterator
     resumed = loader()
     resumed.load_state_dict(state)
-    assert [list(resumed) for _ in range(3)] == [whole[3:], whole, whole]
-    for each in (first, resumed):
+    assert [list(resumed) for _ in range(3)] == [epochs[1][3:], epochs[2], epochs[3]]
+    for each in (uninterrupted, first, resumed):
         each.close()
 
 
