@@ -9,11 +9,9 @@ Rows are read one by one, out of pages that all processes share; the tables are 
 from __future__ import annotations
 
 import array
-import contextlib
 import io
 import os
 import pickle
-import secrets
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 
 from asyncloader.datasets.memory_file import HEAD, MemoryFile, write_at
 from asyncloader.datasets.records import Pickler
+from asyncloader.datasets.whole_file import in_one_piece
 
 KIND = b"asl-rows"
 _HEAD = struct.Struct("<24xQ")  # after kind and token: where the index is
@@ -100,13 +99,7 @@ def save(file: MemoryFile, path: str) -> None:
     Raises:
         OSError: The file cannot be written there.
     """
-    beside = f"{path}.{secrets.token_hex(4)}.part"
-    try:
-        with open(beside, "xb") as copy:
-            copy.write(file.map())
-            copy.flush()
-            os.fsync(copy.fileno())
-        os.replace(beside, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(beside)
+    with in_one_piece(path) as beside, open(beside, "xb") as copy:
+        copy.write(file.map())
+        copy.flush()
+        os.fsync(copy.fileno())

@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +25,7 @@ from asyncloader.datasets.kept_blocks import KeptBlocks
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.source import Range, Source, Version, listed, path_of
 from asyncloader.datasets.tar import RawSample, find_samples, read_sample
+from asyncloader.datasets.whole_file import in_one_piece
 from asyncloader.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -170,12 +170,15 @@ class TarShards(Dataset[T_co]):
 
     def _ranges(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> list[Range]:
         """Return the stretches from one sample to another one of the same shard."""
-        shards = (np.searchsorted(self._firsts, first, side="right") - 1).tolist()
+        shards = self._shard_of(first).tolist()
         starts, stops = self._spans[first, 0].tolist(), self._spans[last, 1].tolist()
         return [
             Range(self.paths[shard], start, stop, self._versions[shard])
             for shard, start, stop in zip(shards, starts, stops, strict=True)
         ]
+
+    def _shard_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._firsts, numbers, side="right") - 1
 
     def _block_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self._blocks, numbers, side="right") - 1
@@ -197,8 +200,7 @@ class TarShards(Dataset[T_co]):
         )
 
     def _samples(self, contents: Iterator[memoryview], numbers: NDArray[np.int64]) -> Iterator[RawSample]:
-        shards = np.searchsorted(self._firsts, numbers, side="right") - 1
-        return map(read_sample, contents, (self.paths[shard] for shard in shards.tolist()))
+        return map(read_sample, contents, (self.paths[shard] for shard in self._shard_of(numbers).tolist()))
 
 
 def expanded(path: str) -> list[str]:
@@ -273,14 +275,10 @@ def _head(version: Version) -> bytes:
 
 
 def _save(place: Path, version: Version, spans: NDArray[np.int64]) -> None:
-    beside = place.with_name(f"{place.name}.{secrets.token_hex(4)}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with in_one_piece(place) as beside:
             beside.write_bytes(_head(version) + spans.astype("<i8").tobytes())
-            os.replace(beside, place)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as error:
         log.warning("The index of a tar shard cannot be kept (%s): it will be made again by the next run.", error)
 
