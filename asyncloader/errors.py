@@ -278,7 +278,7 @@ def timed_out(
     """
     words = f"DataLoader timed out after {timeout_s} seconds."
     if worker is None:
-        words += f" No worker has the awaited batch: {why or 'it waits for one, or it is being joined or pinned'}."
+        words += f" No worker has the awaited batch: {why or 'it waits for one, or it is being pinned'}."
         return BatchTimeoutError(words, timeout_s=timeout_s)
     words += f" {describe_batch(keys, worker, pid)} "
     if tries:

@@ -35,7 +35,6 @@ from asyncloader.options import (
     Seeding,
     WorkerBackend,
     first_workers,
-    implied_by,
 )
 from asyncloader.plain import unplain
 from asyncloader.protocols import (
@@ -86,15 +85,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: Deliver batches in the order of the sampler; otherwise as they come.
         concurrency: Samples that one worker fetches at once.
         scheduling: "static" gives batch i to worker i % num_workers, as torch; "dynamic" to the worker with the least
-            to do; "split" divides each batch over the workers that are free, if its samples take long enough: the first
-            batch comes sooner, ``prefetch_factor`` batches in all wait in memory, and a slow sample holds up nobody.
-            "split" is for map-style datasets whose samples are made one after the other and collated by torch's
-            default; it comes with ``seeding="sample"``.
+            to do.
         seeding: "batch" seeds random, numpy and torch for each batch from (base seed, rank of the data, number
             of the batch), so that the number of workers, their timing and a crash change nothing; "sample" for each
             sample by its place in the epoch, so that the batch size changes nothing either; "worker" keeps torch's
-            streams. Overlapping samples of an async dataset have draws of their own under both others. By default
-            "batch", or "sample" with ``scheduling="split"``.
+            streams. Overlapping samples of an async dataset have draws of their own under both others.
         seeding_rank: The rank of the data in these seeds and in `sample_rng`: which part of the data this process
             reads. By default that of the sampler, or of the stream, which divides the data, and 0 where nothing does.
             Ranks that share the work on the same samples have the same; with a `DeviceMesh` it is
@@ -185,7 +180,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         concurrency: int | None = None,
         scheduling: Scheduling = "static",
-        seeding: Seeding | None = None,
+        seeding: Seeding = "batch",
         seeding_rank: int | None = None,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
         on_error: OnError = "raise",
@@ -244,8 +239,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED}
         options["worker_backend"] = _backend(self.worker_backend)
         options["max_worker_memory"] = as_bytes("max_worker_memory", self.max_worker_memory)
-        if self.seeding is None:
-            options["seeding"] = implied_by(self.scheduling)
         if last is not None and all(getattr(last, name) is option for name, option in options.items()):
             return last
         return Options(**options)

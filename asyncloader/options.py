@@ -26,7 +26,7 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
 from asyncloader.protocols import SuppliesKeys, WorkerProvider, is_async, is_stateful, makes_processes, probe
 
-Scheduling = Literal["static", "dynamic", "split"]
+Scheduling = Literal["static", "dynamic"]
 Seeding = Literal["batch", "worker", "sample"]
 OnError = Literal["raise", "skip", "replace"]
 OnTimeout = Literal["raise", "retry", "skip"]
@@ -91,11 +91,6 @@ def first_workers(num_workers: Any, max_workers: int | None) -> Any:
     return AutoWorkers(count if max_workers is None else min(count, max_workers))
 
 
-def implied_by(scheduling: Scheduling) -> Seeding:
-    """Return the seeding of a loader that was given none."""
-    return "sample" if scheduling == "split" else "batch"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Torch's arguments, as its loader has checked them, and ours, which are checked here.
@@ -137,7 +132,7 @@ class Options:
     in_order: bool
 
     concurrency: Annotated[int | None, Least(1), _KEPT]
-    scheduling: Annotated[Scheduling, _KEPT]
+    scheduling: Scheduling
     seeding: Annotated[Seeding, _KEPT]
     seeding_rank: Annotated[int | None, Least(0)]
     max_buffered_bytes: Annotated[int, Least(0)]
@@ -177,8 +172,6 @@ class Options:
         # A worker begins with the next one when the first is finished, and another is on its way through the channel.
         tickets = math.ceil(samples / self.samples_in_batch) + 2 if awaits or samples > 1 else 0
         derive(self, "tickets_at_once", tickets)
-        if self.splits and (why := self._why_whole()):
-            raise ConfigurationError(f'scheduling="split" {why}')
         if self.is_auto and (why := self.why_workers_stay):
             raise ConfigurationError(
                 f'num_workers="auto" cannot change the number of workers while they are at work: {why}'
@@ -198,43 +191,6 @@ class Options:
     def is_inline(self) -> bool:
         """Whether batches are made for who takes them, one at a time: no workers, and no samples that overlap."""
         return not (self.has_workers or self.overlaps)
-
-    @property
-    def splits(self) -> bool:
-        """Whether several workers may make one batch: not of an iterable dataset, which each reads by itself."""
-        return self.scheduling == "split" and not self.is_iterable
-
-    @property
-    def could_split(self) -> bool:
-        """Whether they could, and do not, but for the seeding that it needs."""
-        return not (self.splits or self.is_iterable or self.provider is not None) and not self._why_not_divided()
-
-    def _why_whole(self) -> str:
-        """Say why no batch can be made by several workers; "" if it can be."""
-        if self.auto_collation and self.seeding != "sample":
-            return (
-                f'needs seeding="sample", but got {self.seeding!r}: which worker makes which samples of a batch is a '
-                "matter of timing, so each of them has to have a seed of its own"
-            )
-        return self._why_not_divided()
-
-    def _why_not_divided(self) -> str:
-        """Say the same of what cannot be had with another seeding either."""
-        if not self.auto_collation:
-            return (
-                'divides batches of samples, and with batch_size=None there are none: scheduling="dynamic" is for that'
-            )
-        if self.overlaps:
-            return (
-                "is for samples that are made one after the other: with an async dataset, or concurrency, those of a "
-                'batch are fetched at once as it is, and scheduling="dynamic" gives batches to whoever is free'
-            )
-        if self.snapshot_every and is_stateful(self.dataset):
-            return (
-                "cannot keep the state that the dataset has of its own in each worker (snapshot_every_n_steps=0 does "
-                "without it in states)"
-            )
-        return ""
 
     @property
     def is_auto(self) -> bool:
@@ -382,8 +338,6 @@ class Options:
     def with_workers_of(self, first: Options) -> Options:
         """Return the same for workers that are there already, which keep what they were started with."""
         kept = {name: getattr(first, name) for name in _KEPT_BY_WORKERS}
-        if "split" not in (first.scheduling, self.scheduling):
-            kept["scheduling"] = self.scheduling
         return replace(self, max_errors=None if first.on_error == "raise" else self.max_errors, **kept)
 
     def num_samples(self) -> int | None:

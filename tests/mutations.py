@@ -213,13 +213,6 @@ MUTATIONS = (
         "worker/test_gather.py",
     ),
     Mutation(
-        "slices are joined though the types of their first samples differ",
-        "transport/join.py",
-        "    if kinds[0] is None or any(other != kinds[0] for other in kinds):\n",
-        "    if kinds[0] is None:\n",
-        "transport/test_join.py",
-    ),
-    Mutation(
         "if fewer workers are wanted, the first ones leave instead of the last",
         "engine/workforce.py",
         "sorted(self.wanted)[num_workers:]",
@@ -386,13 +379,6 @@ MUTATIONS = (
         'ends.searchsorted(numbers, side="right")',
         'ends.searchsorted(numbers, side="left")',
         "worker/test_gather.py",
-    ),
-    Mutation(
-        "an error names a sample by its place in the slice instead of the batch",
-        "messages/failure.py",
-        "position=blame.position + by",
-        "position=blame.position",
-        "messages/test_failure.py test_split.py faults/test_bad_samples.py",
     ),
     Mutation(
         "a node has room for workers if it has one of the two resources they need",

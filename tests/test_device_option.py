@@ -111,7 +111,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "no workers": {},
     "worker processes": {"num_workers": 2},
     "worker threads": {"num_workers": 2, "worker_backend": "thread"},
-    "split batches": {"num_workers": 2, "scheduling": "split"},
     "async samples": {"dataset": Later()},
     "async samples in workers": {"dataset": Later(), "num_workers": 1},
     "a stream": {"dataset": Stream(), "num_workers": 1},
@@ -152,13 +151,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     device.finish()
 
 
-@pytest.mark.parametrize("scheduling", ["dynamic", "split"])
-def test_locked_slabs_are_not_copied_before_the_device_copies(locking: SimulatedDevice, scheduling: str) -> None:
+def test_locked_slabs_are_not_copied_before_the_device_copies(locking: SimulatedDevice) -> None:
     """From their second use on; each has its batch until the device has it, however late that is."""
     loader = make(
         device=locking,
         num_workers=1,
-        scheduling=scheduling,
+        scheduling="dynamic",
         persistent_workers=True,
         device_prefetch=3,
         seeding="sample",
@@ -192,7 +190,9 @@ def test_a_bound_of_locked_memory_that_is_none(locking: SimulatedDevice, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
-@pytest.mark.parametrize(("way", "depth"), [*((way, 1) for way in WAYS), ("worker processes", 0), ("split batches", 3)])
+@pytest.mark.parametrize(
+    ("way", "depth"), [*((way, 1) for way in WAYS), *(("worker processes", depth) for depth in (0, 3))]
+)
 def test_batches_arrive_on_the_device(device: SimulatedDevice, way: str, depth: int) -> None:
     """In order, each step with its batch, and no more of them on the device than were to be."""
     loader = make(device=device, device_prefetch=depth, **WAYS[way])

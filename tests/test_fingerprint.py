@@ -18,12 +18,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import ConfigurationError, DataLoader, options
-from asyncloader.engine import slices as slicing
 from asyncloader.engine.finisher import Finisher
 from asyncloader.run.worker_iterator import WorkerIterator
 from tests import inside
 from tests.pins import Pins
-from tests.test_split import divided
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 BATCH = 4
@@ -110,15 +108,6 @@ def test_async_samples_and_streams_agree(num_workers: int, expected: str) -> Non
     """What makes the samples does not matter, as long as batches have the same numbers."""
     assert run(Awaited(), num_workers=num_workers) == expected
     assert run(Stream(), num_workers=num_workers) == expected
-
-
-@pytest.mark.parametrize("backend", ["process", "thread"])
-def test_batches_that_are_joined_agree(backend: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With scheduling="split" the slices of a batch have no digest of their own; the batch has that of a whole one."""
-    monkeypatch.setattr(slicing, "_LEAST_SLICE_S", 0.0)
-    slices = divided(monkeypatch)
-    assert run(num_workers=2, scheduling="split", worker_backend=backend) == expected
-    assert max(slices) > 1
 
 
 def test_pinned_batches_agree(expected: str) -> None:

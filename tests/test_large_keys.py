@@ -20,7 +20,6 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.datasets import ParallelMap
-from asyncloader.engine import slices as slicing
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
 from tests import inside
@@ -134,7 +133,6 @@ PLACES = [
     pytest.param({}, id="fork"),
     pytest.param({"multiprocessing_context": "spawn", "persistent_workers": True}, id="spawn", marks=pytest.mark.slow),
     pytest.param({"worker_backend": "thread"}, id="threads"),
-    pytest.param({"scheduling": "split"}, id="split"),  # of lists, which stay whole: see `test_batches_in_slices`
     pytest.param({"scheduling": "dynamic"}, id="dynamic"),
     pytest.param({"max_tasks_per_child": 2}, id="renewed"),
     pytest.param({"persistent_workers": True}, id="persistent"),
@@ -146,11 +144,7 @@ PLACES = [
     ("fn", "options"),
     [
         *(pytest.param(describe, *place.values, id=str(place.id), marks=place.marks) for place in PLACES),
-        *(
-            pytest.param(awaited, *place.values, id=f"awaited, {place.id}")
-            for place in PLACES
-            if place.id not in ("split", "spawn")
-        ),
+        *(pytest.param(awaited, *place.values, id=f"awaited, {place.id}") for place in PLACES if place.id != "spawn"),
     ],
 )
 def test_items_come_whole(fn: Any, options: dict[str, Any]) -> None:
@@ -172,31 +166,6 @@ def slowly(path: Path, number: int, row: np.ndarray[Any, Any]) -> torch.Tensor:
             path.touch(exist_ok=False)
             os.kill(os.getpid(), signal.SIGKILL)
     return torch.from_numpy(row)
-
-
-@pytest.mark.parametrize("number", [-1, 45], ids=["undisturbed", "a worker is killed"])
-def test_batches_in_slices(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slice has the keys of its own samples, in a slab of its own."""
-    monkeypatch.setattr(slicing, "_LEAST_SLICE_S", 0.0001)  # otherwise only samples that take long are divided
-    placed: list[tuple[int, int]] = []
-    place = WorkerLoans.place
-
-    def note(self: WorkerLoans, run: int, ticket: int, parts: Any) -> Any:
-        there = place(self, run, ticket, parts)
-        placed.append((ticket, type(there) is tuple))
-        return there
-
-    monkeypatch.setattr(WorkerLoans, "place", note)
-    stream = partial(map, partial(np.full, 5_000), range(96))
-    loader = DataLoader(
-        ParallelMap(stream, partial(slowly, tmp_path / "ended", number)), 16, num_workers=2, scheduling="split"
-    )
-    batches = list(loader)
-    assert [batch[:, 0].tolist() for batch in batches] == [[*range(at, at + 16)] for at in range(0, 96, 16)]
-    assert all(bool((batch == batch[:, :1]).all()) for batch in batches)
-    assert len({ticket for ticket, _ in placed}) > 6  # tickets, for six batches
-    assert sum(in_slab for _, in_slab in placed) > 6
-    assert bool(loader.stats().retries) is (number >= 0)
 
 
 @pytest.mark.parametrize("options", [*PLACES[:2], *PLACES[3:5]])
@@ -296,9 +265,7 @@ def fail_at_odd(thing: bytes) -> int:
     return len(thing)
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_workers": 0}, {}, {"worker_backend": "thread"}, {"scheduling": "split", "collate_fn": None}]
-)
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {}, {"worker_backend": "thread"}])
 def test_items_are_named_by_their_numbers(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """In errors, logs and statistics, which hold none of them and print none."""
     options = {"collate_fn": list, "num_workers": 2, **options}

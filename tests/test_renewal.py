@@ -111,17 +111,6 @@ def test_workers_that_start_in_any_way_are_renewed(start_method: str) -> None:
     assert len(set(pids(seen))) > 1
 
 
-def test_where_several_workers_make_a_batch_together() -> None:
-    """The slices of a worker that is renewed are its successor's."""
-    torch.manual_seed(3)
-    options: Any = {"scheduling": "split", "seeding": "sample"}
-    loader = DataLoader(Drawing(), 6, shuffle=True, num_workers=2, max_tasks_per_child=1, **options)
-    seen = [bits(batch) for batch in loader]
-    torch.manual_seed(3)
-    stays = DataLoader(Drawing(), 6, shuffle=True, num_workers=1, seeding="sample")
-    assert seen == [bits(batch) for batch in stays]
-
-
 def test_workers_are_renewed_in_async_for() -> None:
     """And a loop in between."""
     torch.manual_seed(3)

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 @dataclass(slots=True)
 class Ticket:
-    """A batch to do, or a slice of one.
+    """A batch to do.
 
     Attributes:
         batch: Number of the batch in the plan.
         keys: The keys of the batch, as the sampler gave them.
-        number: By which a worker knows the ticket: ``batch`` where batches stay whole; less than 0 before it is sent.
-        bounds: Where in the batch the slice begins and ends; None for the whole batch.
         worker: The worker that has the ticket, or had it last.
         tries: How many workers have died, or were killed as hung, while they had it.
         is_suspect: The ticket was in work with others when their worker died, and is done again alone: so whichever
@@ -24,18 +22,11 @@ class Ticket:
 
     batch: int
     keys: Any
-    number: int = -1
-    bounds: tuple[int, int] | None = None
     worker: int = -1
     tries: int = 0
     is_suspect: bool = False
     sent_at: float = 0.0  # the session's note; no decision depends on it
     is_prompt: bool = False  # sent to an idle worker as soon as it was idle: its wait is the channel's latency
-
-    @property
-    def own_keys(self) -> Any:
-        """The keys of the slice, or of the whole batch."""
-        return self.keys if self.bounds is None else self.keys[slice(*self.bounds)]
 
 
 class Send(NamedTuple):

@@ -1,4 +1,4 @@
-"""Finish batches on a thread beside the loop: join their slices, copy them into page-locked memory for the GPU.
+"""Finish batches on a thread beside the loop: copy them into page-locked memory for the GPU.
 
     loop thread ── finish(make, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
 
@@ -49,7 +49,7 @@ class Finisher:
         self._thread: threading.Thread | None = None
 
     def finish(self, make: Callable[[], Outcome], tell: Tell) -> None:
-        """Have a batch made, which joins its slices or takes what is there, and pinned, if that is to be.
+        """Have a batch pinned, if that is to be.
 
         Args:
             make: Returns the batch. The thread drops it, with the data that it refers to, before these are pinned.

@@ -102,7 +102,7 @@ class HangReporter:
             if ticket is None or worker is None:
                 self._tell_of_nobody(run, waited_s)
             else:
-                worker.ask_stack(ticket.number, partial(self._tell, run.named(ticket), worker, waited_s))
+                worker.ask_stack(ticket.batch, partial(self._tell, run.named(ticket), worker, waited_s))
 
     def _tell_of_nobody(self, run: Run, waited_s: float) -> None:
         why = "it waits for a worker, or it is being joined or pinned"

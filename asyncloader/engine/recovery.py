@@ -220,7 +220,7 @@ class Recovery:
     def waits_on(self, timeout_s: float, silent_s: float, *, is_anybody_there: bool) -> bool:
         """Whether to wait on for a batch that has not come in time, and that no worker has: nobody is to be replaced.
 
-        The batch is about to be given to a worker, or was made, and is being joined or pinned. Where a hung worker
+        The batch is about to be given to a worker, or was made, and is being pinned. Where a hung worker
         would be replaced, a busy machine is no reason to raise.
 
         Args:
@@ -243,7 +243,7 @@ class Recovery:
         on_timeout, process = self._options.on_timeout, found.process
         why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
         explain = partial(
-            timed_out, found.timeout_s, found.ticket.own_keys, process.worker_id, process.pid, found.stack, why
+            timed_out, found.timeout_s, found.ticket.keys, process.worker_id, process.pid, found.stack, why
         )
         if on_timeout == "raise" or not found.may_replace:
             return explain(may_retry=on_timeout == "raise" and self._is_replaceable and process.is_telling)

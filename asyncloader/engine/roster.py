@@ -118,14 +118,14 @@ class Roster:
         """Note that the worker has the ticket."""
         ticket.worker = worker
         tickets = self.in_flight[worker]
-        tickets[ticket.number] = ticket
+        tickets[ticket.batch] = ticket
         if worker in self._open:
             self._count(worker, len(tickets) - 1, len(tickets))
 
-    def take_back(self, worker: int, number: int) -> Ticket | None:
+    def take_back(self, worker: int, batch: int) -> Ticket | None:
         """Return a ticket that the worker has no more; None if it never had it."""
         tickets = self.in_flight[worker]
-        if (ticket := tickets.pop(number, None)) is not None and worker in self._open:
+        if (ticket := tickets.pop(batch, None)) is not None and worker in self._open:
             self._count(worker, len(tickets) + 1, len(tickets))
         return ticket
 

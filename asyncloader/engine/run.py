@@ -364,8 +364,7 @@ class Run:
 
     def contents(self, ticket: Ticket) -> Any:
         """Return what a worker is to know of a ticket."""
-        keys, slices = self.progress.placed(ticket.batch, ticket.keys), self.scheduler.slices
-        return keys if slices is None else slices.contents(ticket, keys)
+        return self.progress.placed(ticket.batch, ticket.keys)
 
     def follow(self, *, may_be_over: bool = True) -> None:
         """Wake consumers if the scheduler lets them read further, or has delivered everything.

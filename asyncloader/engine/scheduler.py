@@ -15,16 +15,13 @@ with two workers and with thousands (:mod:`asyncloader.engine.roster`).
 
 The session reports events by method calls, and carries out the lists of actions that are returned. Only the scheduler
 knows order, window and retries. All calls come from one loop thread; in the tests Hypothesis makes them.
-
-Where batches may be divided (:mod:`asyncloader.engine.slices`), a worker that is free gets the next slice of the first
-unsent batch, and the rest of the batch stays unsent. Slices are tickets like whole batches; all else counts batches.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 from asyncloader.engine.actions import (
@@ -41,8 +38,9 @@ from asyncloader.engine.actions import (
 )
 from asyncloader.engine.roster import Roster
 from asyncloader.engine.run_ahead import RunAhead
-from asyncloader.engine.slices import Divided, Slices
 from asyncloader.options import Options
+
+_batch = attrgetter("batch")
 
 
 class Scheduler:
@@ -53,7 +51,6 @@ class Scheduler:
             have any number.
         first: Number of the first batch; more than 0 in a run that goes on with an earlier one.
         next_worker: The worker that gets the first ticket under static scheduling; by default first % num_at_start.
-        slices: Divides batches under dynamic scheduling, or None.
         runs_ahead: Read beyond the window while workers would stand idle, as long as what is ahead of the consumer is
             estimated below `max_buffered_bytes`.
 
@@ -75,14 +72,11 @@ class Scheduler:
         *,
         first: int = 0,
         next_worker: int | None = None,
-        slices: Slices | None = None,
         runs_ahead: bool = True,
     ) -> None:
         self._options = options
         self.num_workers = num_workers = options.num_at_start
         self._prefetch = options.prefetch
-        self.slices = slices
-        self._num_sent = 0  # tickets, where batches are divided: their numbers
         self._window_asked = max(num_workers, options.num_expected) * self._prefetch
         self._static = options.scheduling == "static" or options.is_iterable
         self._in_order = options.in_order
@@ -90,7 +84,7 @@ class Scheduler:
         self.roster = Roster(num_workers, first if next_worker is None else next_worker)
         self.in_flight, self.active = self.roster.in_flight, self.roster.active
         self.resting: set[int] = set()
-        self._unsent: list[tuple[int, int, Ticket]] = []  # a heap by batch, and where in it the ticket begins
+        self._unsent: list[tuple[int, Ticket]] = []  # a heap by batch
         self._parked: dict[int, Any] = {}
         self.planned_count = first
         self.gone_count = self._first = first
@@ -120,7 +114,7 @@ class Scheduler:
             if keys is VOID:
                 actions += self.ready(batch, VOID)
             else:
-                heapq.heappush(self._unsent, (batch, 0, Ticket(batch, keys, batch if self.slices is None else -1)))
+                heapq.heappush(self._unsent, (batch, Ticket(batch, keys)))
         return actions + self._assign()
 
     def plan_ended(self) -> None:
@@ -128,20 +122,18 @@ class Scheduler:
         self._plan_ended = True
         self._maybe_finish()
 
-    def returned(self, worker: int, number: int, busy_s: float = 0.0, wait_s: float = 0.0) -> list[Action]:
+    def returned(self, worker: int, batch: int, busy_s: float = 0.0, wait_s: float = 0.0) -> list[Action]:
         """The worker is done with this ticket; the outcome of its batch follows in `ready`.
 
         Args:
             worker: The worker.
-            number: Number of the ticket.
+            batch: Number of the batch.
             busy_s: Seconds of work that it took.
             wait_s: Seconds that the worker had waited for it.
         """
         roster = self.roster
-        if (ticket := roster.take_back(worker, number)) is None:
-            raise AssertionError(f"worker {worker} returned {number}, which it did not have: {self!r}")
-        if self.slices is not None:
-            self.slices.made(ticket, busy_s)
+        if (ticket := roster.take_back(worker, batch)) is None:
+            raise AssertionError(f"worker {worker} returned {batch}, which it did not have: {self!r}")
         if ticket.is_suspect:
             roster.release(worker)
         self._run_ahead.returned(busy_s, wait_s, ticket.is_prompt)
@@ -149,7 +141,7 @@ class Scheduler:
         return actions + self._assign(idle=worker) if self._unsent else actions
 
     def ready(self, batch: int, item: Any, nbytes: int = 0) -> list[Action]:
-        """The outcome of a batch, all of whose tickets were returned, can be handed over.
+        """The outcome of a batch, whose ticket was returned, can be handed over.
 
         Args:
             batch: Number of the batch.
@@ -157,8 +149,6 @@ class Scheduler:
             nbytes: How large it is; 0 for what is no batch, less than 0 if nobody knows: then none is run ahead of.
         """
         nbytes = self._run_ahead.sized(nbytes)
-        if self.slices is not None:
-            self.window = self._count_window()
         if not self._in_order:
             return self._hand_over(item, [])
         if batch != self.gone_count:
@@ -171,20 +161,6 @@ class Scheduler:
             self._parked_bytes -= parked[1]
             self._hand_over(parked[0], actions)
         return actions
-
-    def slice_came(self, ticket: Ticket, item: Any) -> Divided | None:
-        """A slice has an outcome, or is VOID; return its batch if no slice is missing any more."""
-        assert self.slices is not None
-        divided = self.slices.add(ticket, item)
-        self.window = self._count_window()
-        return divided
-
-    def again(self, batch: int, keys: Any) -> list[Action]:
-        """Have a batch made once more, whole: all of its slices were returned, and they cannot be joined."""
-        assert self.slices is not None
-        self.slices.slicer.not_joined()
-        self._queue([Ticket(batch, keys, self._next_number())])
-        return self._assign()
 
     def exhausted(self, worker: int) -> list[Action]:
         """The worker's iterable dataset has ended: what the worker still has is void."""
@@ -204,7 +180,7 @@ class Scheduler:
 
         Args:
             gone: The worker, and how it ended.
-            unsent: Numbers of tickets that were not sent to the worker.
+            unsent: Numbers of batches that were not sent to the worker.
         """
         worker, was_ready = gone.worker, gone.was_ready
         if worker not in self.active:
@@ -252,30 +228,30 @@ class Scheduler:
 
     def stopped(self) -> list[Ticket]:
         """No worker can be had any more: give up everything that has no outcome yet."""
-        lost, self._unsent = [ticket for *_, ticket in self._unsent], []
+        lost, self._unsent = [ticket for _, ticket in self._unsent], []
         for worker in tuple(self.active):
             lost += self._forget(worker)
-        return sorted(lost, key=_place)
+        return sorted(lost, key=_batch)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def awaited(self) -> Ticket | None:
         """Return the ticket that the consumer waits for: the first in order that a worker has.
 
-        None if no worker has one, or the batch whose turn it is was made, and is being joined or pinned.
+        None if no worker has one, or the batch whose turn it is was made, and is being pinned.
         """
         in_flight = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
-        first = [ticket for *_, ticket in self._unsent[:1]]
+        first = [ticket for _, ticket in self._unsent[:1]]
         if self._in_order and all(ticket.batch > self.gone_count for ticket in (*in_flight, *first)):
             return None
-        return min(in_flight, key=_place, default=None)
+        return min(in_flight, key=_batch, default=None)
 
     def validate(self) -> None:
         """Check what must hold between any two events."""
         tickets = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
-        tickets += [ticket for *_, ticket in self._unsent]
-        places, batches = [_place(ticket) for ticket in tickets], {ticket.batch for ticket in tickets}
-        assert len(places) == len(set(places)), f"a ticket is in two places: {self!r}"
+        tickets += [ticket for _, ticket in self._unsent]
+        batches = {ticket.batch for ticket in tickets}
+        assert len(tickets) == len(batches), f"a ticket is in two places: {self!r}"
         assert not batches & self._parked.keys(), f"a batch is in two places: {self!r}"
         if self._in_order:
             everywhere = batches | self._parked.keys()
@@ -296,23 +272,20 @@ class Scheduler:
         if not self.active and self.num_workers:  # every worker has come to the end of its data, or is lost for good
             self._plan_ended = True
             unsent, self._unsent = self._unsent, []
-            for *_, ticket in sorted(unsent):
-                actions += self.ready(ticket.batch, VOID)
+            for batch, _ in sorted(unsent):
+                actions += self.ready(batch, VOID)
             self._maybe_finish()
             return actions
-        passed_over: list[tuple[int, int, Ticket]] = []
+        passed_over: list[tuple[int, Ticket]] = []
         while self._unsent:
-            ticket = self._unsent[0][2]
+            ticket = self._unsent[0][1]
             chosen = self._choose(ticket)
             if chosen is None:
                 if not (self._static and ticket.is_suspect):
                     break
                 passed_over.append(heapq.heappop(self._unsent))  # it waits for its own worker, and holds up no other
                 continue
-            if self.slices is None or ticket.number >= 0:
-                heapq.heappop(self._unsent)
-            else:
-                ticket = self._next_slice(ticket)
+            heapq.heappop(self._unsent)
             ticket.is_prompt = chosen == idle and not self.in_flight[chosen]
             self.roster.give(chosen, ticket)
             if ticket.is_suspect:
@@ -322,20 +295,6 @@ class Scheduler:
             heapq.heappush(self._unsent, entry)
         self._maybe_run_ahead()
         return actions
-
-    def _next_slice(self, ticket: Ticket) -> Ticket:
-        """Take the first unsent ticket, which nobody has had: all of it, or a slice, and the rest stays unsent."""
-        assert self.slices is not None
-        if (part := self.slices.cut(ticket, self.roster.num_takers)) is ticket:
-            heapq.heappop(self._unsent)
-        else:
-            heapq.heapreplace(self._unsent, (*_place(ticket), ticket))
-        part.number = self._next_number()
-        return part
-
-    def _next_number(self) -> int:
-        self._num_sent += 1
-        return self._num_sent
 
     def _choose(self, ticket: Ticket) -> int | None:
         roster = self.roster
@@ -367,9 +326,8 @@ class Scheduler:
         if (least := self.roster.least()) is None or least[1] >= run_ahead.low:
             return
         ahead = self.planned_count - self.gone_count
-        batches = self._batches_of(self.num_workers)
-        rounds = run_ahead.rounds(batches, self.window, ahead, len(self._parked), self._parked_bytes)
-        self.read_until = self.planned_count + max(0, rounds) * batches
+        rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
+        self.read_until = self.planned_count + max(0, rounds) * self.num_workers
 
     # -------------------------------------------------------------------------------------------------- workers
 
@@ -379,21 +337,13 @@ class Scheduler:
 
     def _count_window(self) -> int:
         """Return how many batches there may be: tickets for all workers, and not too few where each has several."""
-        tickets = self._run_ahead.window(self.num_workers, self._prefetch, self._window_asked)
-        if self.slices is None:
-            return tickets
-        # While nobody knows what samples cost, no batch is divided without need: cheap ones would be, too.
-        return max(1 if self.slices.slicer.is_guessing else self._prefetch, self._batches_of(tickets))
-
-    def _batches_of(self, tickets: int) -> int:
-        """Return how many batches have so many tickets."""
-        return tickets if self.slices is None else max(1, math.ceil(tickets / self.slices.slicer.each))
+        return self._run_ahead.window(self.num_workers, self._prefetch, self._window_asked)
 
     def _vacate(self, gone: Vacate, unsent: Iterable[int]) -> None:
         """Note that the worker has no process, and take back tickets that were not sent to it."""
         worker, roster = gone.worker, self.roster
         roster.release(worker)
-        self._queue(ticket for number in unsent if (ticket := roster.take_back(worker, number)) is not None)
+        self._queue(ticket for batch in unsent if (ticket := roster.take_back(worker, batch)) is not None)
         if gone.rest_s and roster.takes(worker):  # nobody takes the place of one that was to leave
             self.resting.add(worker)
             roster.hold(worker)
@@ -420,7 +370,7 @@ class Scheduler:
 
     def _take_all(self, worker: int) -> list[Ticket]:
         """Take what the worker has, and what it was to be given again."""
-        tickets, self._unsent = [ticket for *_, ticket in self._unsent], []
+        tickets, self._unsent = [ticket for _, ticket in self._unsent], []
         self._queue([ticket for ticket in tickets if not (self._static and ticket.worker == worker)])
         again = [ticket for ticket in tickets if self._static and ticket.worker == worker]
         return self.roster.take_all(worker) + again
@@ -428,13 +378,13 @@ class Scheduler:
     def _queue(self, tickets: Iterable[Ticket]) -> None:
         """Have tickets sent before all that is behind them."""
         for ticket in tickets:
-            heapq.heappush(self._unsent, (*_place(ticket), ticket))
+            heapq.heappush(self._unsent, (ticket.batch, ticket))
 
     def _replace(self, gone: Vacate, policy: str, *, blames_first: bool) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
         tickets = self.roster.take_all(gone.worker)
         if self._overlaps:
-            tickets.sort(key=_place)
+            tickets.sort(key=_batch)
         actions = self._successor(gone.worker)
         if tickets and blames_first:
             # Tickets are taken in order, so blame the first. Where several overlap, those of a worker that died are
@@ -459,8 +409,7 @@ class Scheduler:
         if tickets or not (replaceable or self.is_finished):
             actions.append(Fail(tickets, gone.cause, at_once=True))
         for ticket in tickets:
-            if ticket.bounds is None or self.slice_came(ticket, VOID) is not None:
-                actions += self.ready(ticket.batch, VOID)
+            actions += self.ready(ticket.batch, VOID)
         return actions + self._assign()
 
     def _hand_over(self, item: Any, actions: list[Action]) -> list[Action]:
@@ -474,8 +423,3 @@ class Scheduler:
 
     def _maybe_finish(self) -> None:
         self.is_finished |= self._plan_ended and self.gone_count == self.planned_count
-
-
-def _place(ticket: Ticket) -> tuple[int, int]:
-    """Return where in the plan a ticket begins: its batch, and the sample in that."""
-    return ticket.batch, 0 if ticket.bounds is None else ticket.bounds[0]

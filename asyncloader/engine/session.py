@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 from asyncloader.backends.backend import END_GRACE_S, Backend
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.engine.actions import (
-    VOID,
     Action,
     Deliver,
     Fail,
@@ -42,7 +41,6 @@ from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.hang_report import HangReporter
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.run import Run
-from asyncloader.engine.slices import Divided
 from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.taking import Item, failed
 from asyncloader.epochs import since
@@ -51,8 +49,6 @@ from asyncloader.messages.failure import another, with_notes
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Frozen, WorkerStart
-from asyncloader.observe.meter import Counted
-from asyncloader.transport.join import CannotJoin, columns_of
 from asyncloader.weak import while_alive
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -83,7 +79,7 @@ class Session:
         pool: The workers, not started yet.
         run: The first run.
         supervisor: Looks after the workers.
-        finisher: Joins slices of batches, and copies batches into page-locked memory; None where neither is needed.
+        finisher: Copies batches into page-locked memory; None where that is not asked.
 
     Attributes:
         error: Why no more batches are made, if that is no consumer's wish; each consumer is told.
@@ -346,11 +342,11 @@ class Session:
         times: Any = None
         if outcome.kind == Kind.BATCH:
             times = run.meter.made(worker, record, ticket.sent_at, arrived_at, max(outcome.nbytes, 0), ticket.batch)
-            if ticket.bounds is None and not self._pins:
+            if not self._pins:
                 times = run.meter.came(ticket.batch, [times])
         elif outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
             keys = None if run.is_stream else run.named(ticket).keys  # a stream has no indices
-            outcome = outcome._replace(error=outcome.error.rebuild(keys, ticket.bounds[0] if ticket.bounds else 0))
+            outcome = outcome._replace(error=outcome.error.rebuild(keys))
         actions = scheduler.returned(worker, record.ticket, record.busy_s, record.wait_s)
         item = Item(outcome, ticket.batch, worker, times)
         if run.tracks:
@@ -358,11 +354,8 @@ class Session:
         self.apply(actions + self._came(ticket, item))
 
     def _came(self, ticket: Ticket, item: Item) -> list[Action]:
-        """Return what an outcome leads to: the batch is handed over or pinned, or other slices of it are waited for."""
+        """Return what an outcome leads to: the batch is handed over, or pinned first."""
         run, outcome = self.run, item.outcome
-        if ticket.bounds is not None:
-            divided = run.scheduler.slice_came(ticket, item)
-            return [] if divided is None else self._conclude(ticket, divided)
         if outcome.kind != Kind.BATCH:
             if outcome.kind == Kind.LEFT_OUT:
                 run.faults.left_out.append(run.named(ticket).keys)
@@ -370,48 +363,20 @@ class Session:
         if not self._pins:
             return run.scheduler.ready(item.batch, item, outcome.nbytes)
         emptied = item._replace(outcome=outcome._replace(data=None))
-        self._finish(ticket, emptied, [item.times], [outcome].pop)
-        return []
-
-    def _conclude(self, ticket: Ticket, divided: Divided) -> list[Action]:
-        """Return what follows from all slices of a batch, the last of which this ticket was for."""
-        scheduler, batch, fate = self.run.scheduler, ticket.batch, divided.fate()
-        if fate == "void":
-            return scheduler.ready(batch, VOID)
-        if fate == "again":
-            return scheduler.again(batch, divided.keys)
-        if fate != "join":
-            return self._came(Ticket(batch, divided.keys), Item(fate, batch))
-        self._finish(ticket, *divided.to_join(batch))
-        return []
-
-    def _finish(self, ticket: Ticket, item: Item, made: list[Counted], make: Callable[[], Outcome]) -> None:
-        """Have the data of a batch joined, or pinned, or both, beside the loop: ``item`` is without them till then."""
         assert self._finisher is not None
-        self._finisher.finish(make, partial(self._on_finished, self.run, ticket, item, made))
+        self._finisher.finish([outcome].pop, partial(self._on_finished, run, emptied))
+        return []
 
     def _on_finished(
-        self,
-        run: Run,
-        ticket: Ticket,
-        item: Item,
-        made: list[Counted],
-        outcome: Outcome | None,
-        error: BaseException | None,
-        seconds: float,
+        self, run: Run, item: Item, outcome: Outcome | None, error: BaseException | None, seconds: float
     ) -> None:
+        """Take a batch that was pinned beside the loop; ``item`` is without its data."""
         if run is not self.run or self.state is not State.OPEN:
             return
-        if isinstance(error, CannotJoin):
-            self.apply(run.scheduler.again(ticket.batch, ticket.keys))
-            return
-        times = run.meter.came(item.batch, made)
-        if self._pins:
-            run.meter.pinned(times, seconds)
+        times = run.meter.came(item.batch, [item.times])
+        run.meter.pinned(times, seconds)
         if outcome is None:
             outcome = item.outcome._replace(kind=Kind.FAILURE, error=error)
-        elif run.scheduler.slices is not None and ticket.bounds is not None:
-            run.scheduler.slices.slicer.joined(columns_of(outcome.data))
         self.apply(run.scheduler.ready(item.batch, item._replace(outcome=outcome, times=times), outcome.nbytes))
 
     @property
@@ -484,7 +449,7 @@ class Session:
         ticket = action.ticket
         ticket.sent_at = perf_counter()
         self.run.given(action.worker, ticket)
-        self._outbox.put(action.worker, ticket.number, self.run.contents(ticket))
+        self._outbox.put(action.worker, ticket.batch, self.run.contents(ticket))
 
     def _deliver(self, action: Deliver) -> None:
         if (times := action.item.times) is not None:

@@ -251,7 +251,7 @@ class Supervisor:
             return
         ticket = session.run.scheduler.awaited()
         process = None if ticket is None else processes.get(ticket.worker)
-        if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being joined or pinned
+        if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being pinned
             is_anybody_there = any(each.is_alive for each in processes.values())
             silent_s = perf_counter() - self._heard_at
             waits_on = bool(session.run.scheduler.resting) or self.recovery.waits_on(
@@ -260,11 +260,11 @@ class Supervisor:
             why = "its keys have not arrived" if session.run.awaits_keys else ""
             tell(None if waits_on else timed_out(timeout_s, why=why))
             return
-        process.ask_stack(ticket.number, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
+        process.ask_stack(ticket.batch, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
 
     def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
         run, worker = self.session.run, ticket.worker
-        has_ticket = run.scheduler.in_flight.get(worker, {}).get(ticket.number) is ticket
+        has_ticket = run.scheduler.in_flight.get(worker, {}).get(ticket.batch) is ticket
         is_there, age_s = self._pool.processes.get(worker) is process, monotonic() - process.started_at
         is_held = has_ticket and is_there
         found = Overdue(timeout_s, run.named(ticket), process, stack, age_s, is_held, self._is_at_work)

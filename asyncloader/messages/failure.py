@@ -107,11 +107,6 @@ def _notes_of_batch(error: BaseException, keys: Any, blame: Blame | None) -> lis
     return [sample, f"{words}."] if sample else [f"{words}."]
 
 
-def _moved(blame: Blame | None, by: int) -> Blame | None:
-    """Return the same sample, where its position is counted from so many samples before."""
-    return blame and blame._replace(position=blame.position + by)
-
-
 class RemoteTraceback(Exception):
     """The worker's traceback as text, shown as the cause of what was raised there."""
 
@@ -150,20 +145,19 @@ class RemoteError:
         advice = (_NO_CUDA_HERE,) if _is_of_cuda_after_fork(text) else ()
         return cls(type(error).__name__, text, _pickled(error), where, advice)
 
-    def rebuild(self, keys: Any, begin: int = 0) -> Exception:
+    def rebuild(self, keys: Any) -> Exception:
         """Make the exception to raise, in the parent.
 
         Args:
             keys: The keys of the batch; None for a stream, which has none.
-            begin: Where in the batch its slice begins that has raised.
         """
         words = f"Caught {self.type_name} {self.where}."
         error = self._unpickled()
         if error is None:
             error = RuntimeError(f"{words}\nOriginal {self.text}")
-            return with_notes(error, [*self.advice, *_notes_of_batch(error, keys, _moved(self.blame, begin))])
+            return with_notes(error, [*self.advice, *_notes_of_batch(error, keys, self.blame)])
         BaseException.__setattr__(error, "__cause__", RemoteTraceback(self.text))
-        return with_notes(error, [words, *self.advice, *_notes_of_batch(error, keys, _moved(self.blame, begin))])
+        return with_notes(error, [words, *self.advice, *_notes_of_batch(error, keys, self.blame)])
 
     def _unpickled(self) -> Exception | None:
         if self.pickled is None:
@@ -197,11 +191,11 @@ class LocalError:
     where: str
     blame: Blame | None = None
 
-    def rebuild(self, keys: Any, begin: int = 0) -> BaseException:
+    def rebuild(self, keys: Any) -> BaseException:
         """Return the exception to raise, with notes; see `RemoteError.rebuild`."""
         error = stand_in(self.error)
         notes = [f"Caught {type(self.error).__name__} {self.where}."] if self.where else []
-        notes += _notes_of_batch(error, keys, _moved(self.blame, begin))
+        notes += _notes_of_batch(error, keys, self.blame)
         there = getattr(error, "__notes__", ())
         return with_notes(error, [note for note in notes if note not in there])
 

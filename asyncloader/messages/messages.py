@@ -34,7 +34,6 @@ from asyncloader.messages.modes import Modes
 from asyncloader.messages.snapshot import WorkerStart
 from asyncloader.observe.record import Record as Record
 from asyncloader.options import OnError
-from asyncloader.seeding.sample_context import Placed
 
 HEADER = struct.Struct("<QB7x")
 MAX_FRAME_BYTES = 1 << 40
@@ -62,23 +61,6 @@ class Kind:
 
 
 KINDS = frozenset(kind for kind in vars(Kind).values() if type(kind) is int)
-
-
-class Slice(NamedTuple):
-    """In place of the keys of a batch: those of a slice of one, which is to be joined with others.
-
-    Attributes:
-        keys: The keys of the slice, with the number of its first sample in the epoch.
-        rows: Where large tensors of it belong in slabs of the batch: `Rows` of each.
-        slabs: These slabs, which the parent shows to the worker; None in a worker.
-    """
-
-    keys: Placed
-    rows: Any = ()
-    slabs: Any = None
-
-    def __reduce__(self) -> Any:
-        return Slice, (self.keys, self.rows)
 
 
 class EpochSpec(NamedTuple):

@@ -41,9 +41,7 @@ _MOST_CONCURRENCY = 4096
 _LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
 _SMALL_BATCH_S = 300e-6
 _MAX_BUFFERED_BYTES = 64 << 20
-_WELL_DIVIDED_S = 0.1  # behind one that takes less, other batches keep workers busier than its few slices would
 _ON_THREADS = " (samples on threads, if the dataset bears that)"
-_SPLIT = {"scheduling": "split", "seeding": "sample"}
 _MUCH_GROWN = 1 << 30  # bytes of all workers together
 _LEAST_BOUND = 256 << 20
 
@@ -353,9 +351,7 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
     advice: dict[str, Any] = {}
     if ahead > options.get("max_buffered_bytes", 0):
         advice["max_buffered_bytes"] = max(_MAX_BUFFERED_BYTES, ahead)
-    if options.get("could_split") and costs.workers > 1 and costs.work >= _WELL_DIVIDED_S:
-        advice |= _SPLIT
-    elif options.get("scheduling") == "static":
+    if options.get("scheduling") == "static":
         advice["scheduling"] = "dynamic"
     if not advice:
         return Verdict("order", f"{told}; a few slow samples decide, make those cheaper", {}, gain)

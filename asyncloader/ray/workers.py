@@ -114,10 +114,6 @@ class RayWorkers:
                 'with num_workers="auto" the number of workers on other machines looks after itself too: give '
                 "RayWorkers(max_workers=...) for the most, or how many there are to be on this machine (0 for none)"
             )
-        if options.scheduling == "split":
-            raise ConfigurationError(
-                'scheduling="split" is for workers of this machine alone, not beside those on others'
-            )
         if (why := options.why_workers_stay) and self.num_workers is None:
             raise ConfigurationError(
                 f"say how many workers there are to be on other machines, RayWorkers(num_workers=...): they cannot "

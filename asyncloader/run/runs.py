@@ -10,7 +10,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from asyncloader.engine.slices import Slicer
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
@@ -44,7 +43,6 @@ class Runs:
         loaded: A state that the next one begins from.
         exclusions: Samples that are left out, beside those of a loaded state.
         set_epochs: What samplers and the dataset were told by `set_epoch`.
-        slicer: Knows what samples cost, where batches are made in slices.
         traffic: Counts what comes from other machines.
         num_on_nodes: Workers that there are to be on other machines, where their number looks after itself.
         warned: The warnings that were logged about states, once each.
@@ -61,7 +59,6 @@ class Runs:
         self.exclusions = Exclusions()
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
         self.set_epochs = SetEpochs()
-        self.slicer = Slicer()
         self.traffic = Traffic()
         self.num_on_nodes = 0
         self.generator_keys = GeneratorKeys({}, {})
@@ -73,7 +70,6 @@ class Runs:
         anew = {
             "current": CurrentRun(self.warned),
             "past": deque(maxlen=_REMEMBERED),
-            "slicer": Slicer(),
             "traffic": Traffic(),
         }
         return {**vars(self), **forgotten, **anew, "set_epochs": copy.copy(self.set_epochs)}

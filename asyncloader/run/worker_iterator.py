@@ -213,8 +213,7 @@ class WorkerIterator(BaseIterator[T_co]):
         return workplace.make_session(self._options, self._runs, spec, run, self._home, self._make_finisher, tell)
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
-        is_needed = self._pinner is not None or self._options.splits
-        return Finisher(loop, self._pinner, self._lock) if is_needed else None
+        return None if self._pinner is None else Finisher(loop, self._pinner, self._lock)
 
     def _find_lock(self) -> Callable[[list[int]], object] | None:
         """Return what locks slabs for the device that batches are sent to: they are used again when it has copied."""

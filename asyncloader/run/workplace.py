@@ -19,7 +19,6 @@ from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session
-from asyncloader.engine.slices import Slices
 from asyncloader.engine.supervisor import Auto, Supervisor
 from asyncloader.epochs import Told
 from asyncloader.machine import usable_cores
@@ -28,13 +27,9 @@ from asyncloader.messages.messages import EpochSpec, WorkerSpec
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
-from asyncloader.protocols import has_samples, is_collated
 from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.runs import Runs
-from asyncloader.transport import batch_slabs, collate
-from asyncloader.transport.slab import slab_pool
 from asyncloader.weak import while_alive
-from asyncloader.worker.gather import gathers
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
@@ -55,7 +50,7 @@ def make_session(
         spec: The workers' view of the options.
         run: The first run.
         home: The loop of the user's that the dataset has to run on, where there are no workers; None for the portal's.
-        make_finisher: Makes what joins or pins batches, if that is to be done.
+        make_finisher: Makes what pins batches, if that is to be done.
         tell: Is told of each change of a number of workers that looks after itself, on the loop thread.
 
     Raises:
@@ -112,27 +107,11 @@ def make_run(options: Options, runs: Runs, epoch: EpochSpec, plan: Iterator[Any]
         options,
         first=progress.now.position,
         next_worker=progress.now.next_worker,
-        slices=_make_slices(options, runs),
         runs_ahead=not may_be_looked_at(options.index_sampler),
     )
     meter = _make_meter(options, runs, epoch.epoch, scheduler.window, faults)
     limit = ErrorLimit(options, progress, faults)
     return Run(options, scheduler, epoch, meter, plan, progress, limit)
-
-
-def _make_slices(options: Options, runs: Runs) -> Slices | None:
-    """Return what divides the batches of a run into slices; None if they stay whole."""
-    if not (options.splits and _can_join(options)):
-        return None
-    obtain = None if options.is_in_process else partial(batch_slabs.obtain, slab_pool())
-    return Slices(options, runs.slicer, obtain)
-
-
-def _can_join(options: Options) -> bool:
-    """Whether slices of batches can be joined: torch's default collates them, and not the dataset makes whole ones."""
-    dataset, collate_fn = options.dataset, options.collate_fn
-    makes_whole = is_collated(dataset) or not has_samples(dataset) or gathers(dataset, True, collate_fn)
-    return collate.copies_samples(collate_fn) and not makes_whole
 
 
 def _make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Faults) -> Meter:
@@ -148,7 +127,6 @@ def _make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: F
         loader,
         is_iterable=options.is_iterable,
         scheduling=options.scheduling,
-        could_split=options.could_split and _can_join(options),
         max_buffered_bytes=options.max_buffered_bytes,
         persistent_workers=options.persistent_workers,
         concurrency=options.samples_at_once,

@@ -15,14 +15,13 @@ import pickle
 import struct
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 import numpy as np
-import torch
 
-from asyncloader.transport.loans import Loan, Rows, WorkerSlabs
+from asyncloader.transport.loans import Loan, WorkerSlabs
 from asyncloader.transport.tensors import INLINE_MAX, Array, Reducers
 
 # A longer pickle goes through a slab. Measured there and back, inline and by slab: 128 KiB 67 and 95 us, 256 KiB 147
@@ -31,8 +30,6 @@ STREAM_MAX = 192 * 1024
 _PLACED = pickle.PickleBuffer(bytearray(1))  # stands for the buffer that was placed last
 RAW = -1
 """In an entry, in place of a region: the next of the raw buffers."""
-_SHOWN = 2
-"""In an entry: the region is none of the worker's loans, but a slab of the batch that the ticket has named."""
 _FRAMED = 1
 _HEAD = struct.Struct(
     "<BBxxIIxxxxQ"
@@ -46,7 +43,7 @@ class _Entry(NamedTuple):
     region: int  # or RAW
     offset: int  # in the region
     nbytes: int
-    is_kept: int  # whether the worker may still refer to the region; or _SHOWN
+    is_kept: int  # whether the worker may still refer to the region
 
 
 class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -74,9 +71,7 @@ class Encoder:
     def __init__(self, slabs: WorkerSlabs | None = None) -> None:
         self._slabs = slabs
         self._thread = 0  # that has entered it
-        self._rows: list[Rows] = []  # that the ticket names, and that nothing was allocated in
-        self._filled: dict[int, Rows] = {}  # by address, the others
-        self._reducers = Reducers(self._place, self._filled)
+        self._reducers = Reducers(self._place)
         self._entries: list[_Entry] = []
         self._raw: list[Array] = []
         self._borrowed: list[Loan] = []
@@ -107,7 +102,6 @@ class Encoder:
             raise
         finally:
             self._reducers.forget()
-            self._filled.clear()
         return self._framed(stream)
 
     def release(self) -> None:
@@ -117,26 +111,15 @@ class Encoder:
         worker still refers to it, only after a later payload has told that nothing does.
         """
         for number, entry in enumerate(self._sent):
-            if entry.is_kept == 1 and self._slabs is not None and not self._slabs.is_referred_to(entry.region):
+            if entry.is_kept and self._slabs is not None and not self._slabs.is_referred_to(entry.region):
                 _KEPT.pack_into(self._head, _HEAD.size + number * _ENTRY.size + _KEPT_AT, 0)
         self._sent = []
 
-    def name_rows(self, rows: Sequence[Rows]) -> None:
-        """Have tensors of the next batch that fit these rows, of a larger batch, allocated there."""
-        self._rows = list(rows)
-        self._filled.clear()
-
-    def allocate(self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> memoryview | None:
+    def allocate(self, nbytes: int) -> memoryview | None:
         """Return memory in a slab for a tensor of the batch; None if it has to be allocated as ever."""
         # Threads that fetch samples of a later batch at the same time may well collate parts of them.
         if self._slabs is None or self._thread != threading.get_ident():
             return None
-        for index, rows in enumerate(self._rows):
-            if rows.dtype is dtype and rows.shape == shape and self._slabs.reserve(rows.at, rows.to_reserve):
-                del self._rows[index]
-                address, memory = self._slabs.view(rows.at, nbytes)
-                self._filled[address] = rows
-                return memory
         return self._slabs.allocate(nbytes) if nbytes > INLINE_MAX else None
 
     # --------------------------------------------------------------------------------------------------- pickling
@@ -186,9 +169,6 @@ class Encoder:
         return _PLACED
 
     def _place_in_slab(self, slabs: WorkerSlabs, address: int, array: Array) -> bool:
-        if (rows := self._filled.get(address)) is not None and rows.nbytes == array.nbytes:
-            self._entries.append(_Entry(rows.region, rows.begin, rows.nbytes, _SHOWN))
-            return True
         found = slabs.locate(address, array.nbytes) if address else None
         if found is not None:
             self._entries.append(_Entry(*found, array.nbytes, 1))
@@ -247,9 +227,6 @@ class Opener(Protocol):
 
     def open(self, number: int, nbytes: int, *, is_kept: bool) -> memoryview:
         """Begin the lease of a region, of which so much is used."""
-
-    def shown(self, number: int) -> memoryview:
-        """Return the memory of a slab that is on lease to a batch, and that the worker was to write rows into."""
 
     def given_up(self, number: int) -> None:
         """Take a region back from the worker."""
@@ -325,11 +302,6 @@ def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> l
             raw = raw[entry.nbytes :]
             buffers.append(copy.data)
             used[-len(buffers)] = entry.nbytes
-            continue
-        if entry.is_kept == _SHOWN and opener is not None:
-            memory = opener.shown(number)
-            check_inside(entry.offset, entry.nbytes, len(memory))
-            buffers.append(memory[entry.offset : end])
             continue
         if number not in regions:
             if opener is None:

@@ -19,10 +19,10 @@ from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
-from asyncloader.transport.tensors import INLINE_MAX, Array, held, numpy_dtypes, torch_dtype
+from asyncloader.transport.tensors import INLINE_MAX, Array, held, numpy_dtypes
 from asyncloader.transport.whole import Source, Whole
 
-Allocate = Callable[[int, torch.dtype, tuple[int, ...]], memoryview | None]
+Allocate = Callable[[int], memoryview | None]
 Map = dict[Any, Callable[..., Any]]
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
@@ -69,7 +69,7 @@ def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     if not is_default(collate_fn):
         return collate_fn
     recycler = Recycler()
-    stacker = Stacker(lambda nbytes, *_: recycler.allocate(nbytes), RECYCLED_MIN, in_worker=False)
+    stacker = Stacker(recycler.allocate, RECYCLED_MIN, in_worker=False)
     maps: tuple[Map, Map] = {}, {}  # torch's as it was last, and what is collated with then
 
     def collate(batch: Any) -> Any:
@@ -114,18 +114,15 @@ class Stacker:
     """Stacks tensors and arrays of a batch, or gathers rows of them.
 
     Args:
-        allocate: gives memory for so many bytes, of a tensor with this dtype and shape; or None.
+        allocate: gives memory for so many bytes, or None.
         min_bytes: results of at most so many bytes are allocated as ever.
         in_worker: do as torch does in a worker, where the first sample decides about the dtype (else the samples are
             promoted to a common one) and none may require grad.
-
-    Attributes:
-        min_bytes: As above.
     """
 
     def __init__(self, allocate: Allocate, min_bytes: int, *, in_worker: bool) -> None:
         self._allocate = allocate
-        self.min_bytes = min_bytes
+        self._min_bytes = min_bytes
         self._in_worker = in_worker
 
     def tensors(self, batch: Tensors, *, collate_fn_map: Map | None = None) -> torch.Tensor:
@@ -134,9 +131,9 @@ class Stacker:
         if first.is_nested or first.layout is not torch.strided:
             return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
         nbytes = first.nbytes * len(batch)
-        if nbytes > self.min_bytes and self._may_allocate(batch):
+        if nbytes > self._min_bytes and self._may_allocate(batch):
             shape = (len(batch), *first.shape)
-            if (memory := self._allocate(nbytes, first.dtype, shape)) is not None:
+            if (memory := self._allocate(nbytes)) is not None:
                 out = held(torch.frombuffer(memory, dtype=first.dtype), memory)
                 return torch.stack(batch, 0, out=out.view(shape))
         stacked = torch.stack(batch, 0)
@@ -166,13 +163,13 @@ class Stacker:
         index = torch.from_numpy(numbers)
         if source.device.type != "cpu":
             return source.index_select(0, index.to(source.device))
-        if nbytes <= self.min_bytes or (memory := self._allocate(nbytes, source.dtype, shape)) is None:
+        if nbytes <= self._min_bytes or (memory := self._allocate(nbytes)) is None:
             return source.index_select(0, index)
         out = held(torch.frombuffer(memory, dtype=source.dtype), memory).view(shape)
         return torch.index_select(source, 0, index, out=out)
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> Array:
-        memory = self._allocate(nbytes, torch_dtype(dtype), shape) if nbytes > self.min_bytes else None
+        memory = self._allocate(nbytes) if nbytes > self._min_bytes else None
         return np.ndarray(shape, dtype, memory)  # allocates without one
 
     def _may_allocate(self, batch: Tensors) -> bool:

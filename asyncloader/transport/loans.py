@@ -17,8 +17,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import torch
-
 from asyncloader.transport.arena import PAGE, Arena
 
 Ask = Callable[[list[int], list[int]], Iterable[tuple[Any, ...]]]
@@ -35,28 +33,6 @@ class Loan(NamedTuple):
     capacity: int
     is_fresh: bool  # to be reserved before it is written
     is_loose: bool  # may serve a buffer of a quarter of its size
-
-
-class Rows(NamedTuple):
-    """Where a worker may write rows of a tensor, which is in a slab of the batch that its slice is of.
-
-    Attributes:
-        dtype: The tensor's.
-        shape: The shape of these rows.
-        region: Number of its slab.
-        begin: Where the rows begin there.
-        at: Where they begin in the arena.
-        nbytes: How large they are.
-        to_reserve: So many bytes from there have to be reserved first; 0 for none.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    region: int
-    begin: int
-    at: int
-    nbytes: int
-    to_reserve: int
 
 
 def fits(nbytes: int, capacity: int, is_loose: bool = False) -> bool:
@@ -144,14 +120,9 @@ class WorkerSlabs:
     def _exporter(self, loan: Loan) -> Any:
         return exporter_at(self._arena.base + loan.offset, loan.capacity)
 
-    def view(self, offset: int, nbytes: int) -> tuple[int, memoryview]:
-        """Return address and memory of rows that a ticket names: not on loan here, and ours until that is answered."""
-        address = self._arena.base + offset
-        return address, memoryview(exporter_at(address, nbytes)).cast("B")[:nbytes]
-
-    def reserve(self, offset: int, nbytes: int) -> bool:
-        """Get memory for such rows, so many bytes of it; False if there is none."""
-        return not nbytes or self._arena.reserve(offset, nbytes)
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return memory that the parent has written into: not on loan here, and to be read before the next answer."""
+        return memoryview(exporter_at(self._arena.base + offset, nbytes)).cast("B")[:nbytes]
 
     def put_back(self, loan: Loan) -> None:
         """Make a region idle again that was borrowed and not sent."""

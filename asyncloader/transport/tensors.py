@@ -21,7 +21,7 @@ from __future__ import annotations
 import copyreg
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -150,16 +150,14 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
 
     Args:
         place: takes the address of a large buffer (0: it has gaps) and its contents, returns what to pickle instead.
-        filled: by address, buffers that have a place already, however small they are.
     """
 
-    def __init__(self, place: Placer, filled: Container[int] = ()) -> None:
+    def __init__(self, place: Placer) -> None:
         super().__init__()
         self[torch.Tensor] = self._reduce_tensor
         self[np.ndarray] = self._reduce_array
         self[Span] = self._reduce_span
         self._place = place
-        self._filled = filled
         self._seen: list[_Seen] = []
         self._shared: list[_Extent] = []
         self._spans: dict[_Extent, Span] = {}
@@ -213,7 +211,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         nbytes = array.nbytes
         self._seen.append((start, start + nbytes, nbytes))
         # ._buffer(), written out: this is the way of most small tensors
-        is_inline = nbytes <= INLINE_MAX and start not in self._filled
+        is_inline = nbytes <= INLINE_MAX
         buffer = bytearray(array.tobytes()) if is_inline else self._place(start, array)
         return _tensor, (_CODES[tensor.dtype], array.shape, buffer)
 
@@ -271,7 +269,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
 
     def _buffer(self, start: int, array: Array) -> Any:
         # not bytearray(array): one number would be taken for a length
-        is_inline = array.nbytes <= INLINE_MAX and start not in self._filled
+        is_inline = array.nbytes <= INLINE_MAX
         return bytearray(array.tobytes()) if is_inline else self._place(start, array)
 
 

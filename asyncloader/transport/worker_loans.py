@@ -10,7 +10,6 @@ from pickle import PickleBuffer
 from typing import Any
 
 from asyncloader.transport import codec
-from asyncloader.transport.batch_slabs import BatchSlabs
 from asyncloader.transport.free_list import Region
 from asyncloader.transport.loans import Loan, capacity_for
 from asyncloader.transport.slab import SlabPool
@@ -43,10 +42,8 @@ class WorkerLoans:
         self._watched: list[Region] = []  # leased while it was forked
         self._loans: dict[int, Region] = {}
         self._kept: dict[int, Region] = {}  # sent, but still referred to
-        # By ticket (number of the run, of the ticket), slabs of a batch that the worker may write its rows into. That
-        # they are here keeps the lease.
-        self._shown: dict[tuple[int, int], BatchSlabs] = {}
-        self._written: dict[tuple[int, int], Region] = {}  # by ticket, in the order of runs: its keys are in there
+        # By ticket (number of the run, of the batch), in the order of runs: the slab that its keys are in.
+        self._written: dict[tuple[int, int], Region] = {}
         self._num_held: Counter[int] = Counter()  # of _loans, by capacity
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)  # sizes of large buffers of the last batches
         self._num_alike = 0  # of the last batches, but for the first of them
@@ -96,10 +93,6 @@ class WorkerLoans:
         """
         return codec.decode(payload, self)
 
-    def show(self, ticket: tuple[int, int], slabs: BatchSlabs) -> None:
-        """Count the worker as one that may write into these slabs, until it has answered a ticket."""
-        self._shown[ticket] = slabs
-
     def place(self, run: int, ticket: int, parts: Sequence[Any]) -> bytes | tuple[int, int]:
         """Find a place for the pickled keys of a ticket: a slab, as offset and length, or one piece for the message.
 
@@ -122,8 +115,6 @@ class WorkerLoans:
 
     def answered(self, ticket: tuple[int, int]) -> None:
         """The worker has answered this ticket, and is not at any of an earlier run."""
-        for other in [other for other in self._shown if other == ticket or other[0] < ticket[0]]:
-            del self._shown[other]
         written = self._written
         if (region := written.pop(ticket, None)) is not None:
             self._pool.release(region, self)
@@ -132,7 +123,6 @@ class WorkerLoans:
 
     def reclaim(self) -> None:
         """Take back all that the worker had: it has ended."""
-        self._shown.clear()
         for region in [*self._loans.values(), *self._kept.values(), *self._watched, *self._written.values()]:
             if self in region.users:
                 self._pool.release(region, self)
@@ -155,13 +145,6 @@ class WorkerLoans:
         else:
             region.users.discard(self)
         return memory
-
-    def shown(self, number: int) -> memoryview:
-        """Return the memory of a slab of a batch that the worker has written rows of."""
-        for slabs in self._shown.values():
-            if number in slabs.memory:
-                return slabs.memory[number]
-        raise LookupError(f"the worker was to write nothing into slab {number}")
 
     def given_up(self, number: int) -> None:
         """Take back a region that the worker has no use for, or sent and does not refer to any more."""

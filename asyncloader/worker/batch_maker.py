@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -32,7 +32,7 @@ from asyncloader.messages.failure import (
     RemoteError,
     another,
 )
-from asyncloader.messages.messages import EpochSpec, Kind, Slice, WorkerSpec
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Keeper, WorkerStart
 from asyncloader.observe.private import PrivateBytes
@@ -47,8 +47,6 @@ from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleC
 from asyncloader.seeding.seeder import COLLATE, Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, Steps, steps
 from asyncloader.transport.collate import is_default, recycling_collate
-from asyncloader.transport.join import collated
-from asyncloader.transport.loans import Rows
 from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.digesting import make_digester
 from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher, settle
@@ -88,8 +86,8 @@ class Host:
         """Make of an exception what the outcome of a failure holds: here the exception as it is."""
         return LocalError(error, self.where)
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
-        """Make a batch of samples, or of a `Whole`, in memory that suits the host; in these rows, if they fit.
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Make a batch of samples, or of a `Whole`, in memory that suits the host.
 
         Here it is memory that is used again, where torch's default collates.
         """
@@ -293,9 +291,6 @@ class BatchMaker:
         if self.refuses(keys):
             return self.refused(ticket, keys)
         job, fetch, keeper = Job(ticket, waited_s=waited_s), self._fetch, self.keeper
-        rows: Sequence[Rows] | None = None
-        if type(keys) is Slice:
-            keys, rows, _ = keys
         here, job.keys = self._context(self.seeder, ticket, keys)
         outside = sample_context.current.set(here)
         try:
@@ -313,7 +308,7 @@ class BatchMaker:
                 job.fatal, job.fatal_at = error, here.position
             if here.first is not None and job.fatal is None:
                 here.position = COLLATION
-            return self._finish(job, rows)  # type: ignore[no-any-return]
+            return self._finish(job)  # type: ignore[no-any-return]
         finally:
             sample_context.current.reset(outside)
 
@@ -359,9 +354,9 @@ class BatchMaker:
         if self.keeper is not None and not self.spec.is_iterable:
             job.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
         if switch is None or is_default(self.spec.collate_fn):
-            return self._finish(job, None, may_await=True)
+            return self._finish(job, may_await=True)
         with switch.seeded(*here.place(COLLATE)):
-            return self._finish(job, None, may_await=True)
+            return self._finish(job, may_await=True)
 
     async def collated(self, job: Job, collation: Any) -> Any:
         """Await what `gathered` returns of an async collate_fn."""
@@ -371,12 +366,11 @@ class BatchMaker:
         draws = SampleDraws(*sample_context.here().place(COLLATE))
         return await steps(self.switch, draws, settle(collation))
 
-    def _finish(self, job: Job, rows: Sequence[Rows] | None, *, may_await: bool = False) -> Any:
+    def _finish(self, job: Job, *, may_await: bool = False) -> Any:
         """Collate the samples of a job, as far as they are good.
 
         Args:
             job: Nothing in it refers to samples or errors any more.
-            rows: Where a slice of a batch belongs; None for a batch.
             may_await: Return what is to be awaited, of an async collate_fn.
         """
         samples: Any = None
@@ -386,12 +380,10 @@ class BatchMaker:
                 job.errors.clear()
                 return self.failed(job, fatal, _raised_at(job.fatal_at))
             samples = self._good_samples(job)
-            data = self._host.collate(self.spec.collate_fn, samples, rows or ())
+            data = self._host.collate(self.spec.collate_fn, samples)
             if may_await and hasattr(type(data), "__await__"):
                 return data
-            if rows is not None:
-                data = collated(samples, data, self.spec.collate_fn)
-            return self.batch(job, data, is_slice=rows is not None)
+            return self.batch(job, data)
         except BaseException as error:
             if self._host.ends(error):
                 raise
@@ -417,9 +409,9 @@ class BatchMaker:
 
     # ------------------------------------------------------------------------------------------------- outcomes
 
-    def batch(self, job: Job, data: Any, *, is_slice: bool = False) -> Outcome:
-        """Return the batch of a ticket, or a slice of one, whose digest is made when it is joined."""
-        digest = 0 if self._digest is None or is_slice else self._digest(data)
+    def batch(self, job: Job, data: Any) -> Outcome:
+        """Return the batch of a ticket."""
+        digest = 0 if self._digest is None else self._digest(data)
         return _new(Outcome, (Kind.BATCH, self._record(job, digest), data, None, job.bad, job.snapshot, 0))
 
     def failed(self, job: Job, error: BaseException, blame: Blame | None = None) -> Outcome:

@@ -13,7 +13,7 @@ import asyncio
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter, process_time
 from typing import Any
 
@@ -31,8 +31,7 @@ from asyncloader.seeding.turns import own_generators
 from asyncloader.transport import collate
 from asyncloader.transport.arena import Arena
 from asyncloader.transport.codec import Encoder
-from asyncloader.transport.loans import Rows, WorkerSlabs
-from asyncloader.transport.tensors import INLINE_MAX
+from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.whole import Whole
 from asyncloader.worker.batch_maker import Host
 from asyncloader.worker.channel import WorkerChannel
@@ -159,7 +158,7 @@ class ProcessTransport(WorkerTransport):
         """Unpickle keys, which refer to no slab; return what that raises as a `RemoteError` in their place."""
         try:
             if type(pickled) is tuple and self._slabs is not None:
-                return pickle.loads(self._slabs.view(*pickled)[1])
+                return pickle.loads(self._slabs.view(*pickled))
             return pickle.loads(pickled)  # type: ignore[arg-type]
         except BaseException as error:  # SystemExit too: it is that of the ticket
             return self.capture(error)
@@ -204,10 +203,8 @@ class ProcessTransport(WorkerTransport):
         """Make of an exception what crosses the channel."""
         return RemoteError.capture(error, self.where)
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
-        """Make a batch, straight into slabs where torch's default does it; of a slice, into these rows of its batch."""
-        self._encoder.name_rows(rows)
-        self._stacker.min_bytes = 0 if rows else INLINE_MAX
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Make a batch, straight into slabs where torch's default does it."""
         with self._encoder:
             return samples.batch(self._stacker.rows) if isinstance(samples, Whole) else collate_fn(samples)
 

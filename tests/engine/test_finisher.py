@@ -144,11 +144,3 @@ def test_dropping_the_iterator_ends_the_pin_thread() -> None:
     next(batches)
     del batches
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "asyncloader finish"])
-
-
-def test_batches_that_all_workers_write_are_copied_too() -> None:
-    """The copy is made when the last slice is there, and the slabs are free after it."""
-    with pinned(lambda batch: batch.clone(), Large(), scheduling="split", seeding="sample") as batches:
-        assert [batch[:, 0].tolist() for batch in batches] == [
-            [float(i + n) for n in range(4)] for i in range(0, 40, 4)
-        ]

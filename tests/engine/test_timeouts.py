@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import Dataset
 
 from asyncloader import BatchTimeoutError, DataLoader
-from asyncloader.engine import slices as slicing
 from tests import inside
-from tests.patience import patiently, until, wait_until
+from tests.patience import patiently, until
 
 pytestmark = pytest.mark.usefixtures("patient_stacks")
 
@@ -162,48 +159,3 @@ async def test_the_clock_is_the_consumers_wait(tmp_path: Path) -> None:
         await asyncio.sleep(0.4)
         seen.append(int(batch[0]))
     assert seen == [0, 4, 8, 12]
-
-
-@pytest.mark.parametrize("on_timeout", ["raise", "retry", "skip"])
-@pytest.mark.parametrize("is_anybody_there", [True, False])
-def test_a_batch_that_is_being_joined_costs_no_worker_its_life(
-    on_timeout: Any, is_anybody_there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """No worker has the awaited batch; those with later ones do not hang. What is to be tried again is waited for."""
-    joining, gate = threading.Event(), threading.Event()
-    join = slicing.join
-
-    def join_late(*args: Any) -> Any:
-        joining.set()
-        assert gate.wait(60)
-        return join(*args)
-
-    monkeypatch.setattr(slicing, "join", join_late)
-    options: Any = {"scheduling": "split", "seeding": "sample", "num_workers": 2}
-    dataset = Gated(tmp_path / "gate", at=9)
-    iterator: Any = iter(DataLoader(dataset, 8, timeout=60, on_timeout=on_timeout, **options))
-    session = inside.session(iterator)
-    consumer = ThreadPoolExecutor(1)  # who waits reads on
-    taken = consumer.submit(list, iterator)
-    assert joining.wait(60)  # for the first batch is divided while nobody knows what its samples cost
-    wait_until(dataset.reached.exists)
-    pids = inside.pids(iterator)
-    answer: Future[Any] = Future()
-
-    def ask() -> None:
-        there = session.pool.processes
-        session.pool.processes = there if is_anybody_there else {}
-        session.supervisor.overdue(0.5, answer.set_result)
-        session.pool.processes = there
-
-    session.post(ask)
-    error = answer.result(60)
-    if on_timeout == "raise" or not is_anybody_there:
-        assert "No worker has the awaited batch" in str(error)
-    else:
-        assert error is None
-    gate.set()
-    (tmp_path / "gate").touch()
-    assert torch.cat(taken.result(60)).tolist() == list(range(16))
-    consumer.shutdown()
-    assert inside.pids(iterator) == pids

@@ -280,14 +280,12 @@ class OddAwaited(Odd):
         {"concurrency": 4},
         {"num_workers": 1},
         {"num_workers": 1, "worker_backend": "thread"},
-        {"num_workers": 2, "scheduling": "split"},
+        {"num_workers": 2, "scheduling": "dynamic"},
     ],
     ids=str,
 )
 def test_the_notes_name_the_sample(options: Any, dataset: type[Odd], kind: str) -> None:
     """By its index, wherever it is in a shuffled batch; `error.keys` has the indices of the batch."""
-    if dataset is OddAwaited and "scheduling" in options:
-        pytest.skip("samples that are awaited are not divided")
     loader: Any = DataLoader(dataset(kind), batch_size=50, shuffle=True, **options)
     with pytest.raises((Bad, RuntimeError, TypeError)) as caught:
         list(loader)

@@ -128,8 +128,6 @@ def make_loader(kind: str, folder: Path) -> DataLoader[Any]:
         data = Awaited()
     elif kind == "stream":
         data = Stream()
-    elif kind == "split":
-        options |= {"scheduling": "split", "seeding": "sample"}
     elif kind == "renewed":
         options["max_tasks_per_child"] = 1
     elif kind == "persistent":
@@ -152,7 +150,6 @@ KINDS = [
     "awaited",
     "awaited in workers",
     "stream",
-    "split",
     "renewed",
     "persistent",
     "resized",

@@ -245,7 +245,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "torch's window": (Counting, {"max_buffered_bytes": 0, **THREADS}),
     "as they come": (Counting, {"in_order": False, **THREADS}),
     "bad samples in workers": (OneBad, {"on_error": "skip", "max_errors": 3, **THREADS}),
-    "slices": (Counting, {"scheduling": "split", "seeding": "sample", **THREADS}),
     "stream in a worker": (Places, {**THREADS, "num_workers": 1}),
     "awaited": (Awaited, {}),
     "several at once": (Counting, {"concurrency": 2, **THREADS}),

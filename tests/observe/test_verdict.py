@@ -107,19 +107,6 @@ def test_cores_of_other_machines_are_not_ours() -> None:
     assert "all 2 cores are full" in figures(**computing).verdict.text
 
 
-DIVISIBLE = {"could_split": True, "scheduling": "static", "max_buffered_bytes": 64 << 20}
-
-
-def test_workers_that_are_idle_behind_slow_batches_could_share_them() -> None:
-    """If these take long enough for many slices; others go to whoever is free."""
-    verdict = figures(train=0.004, waited=0.2, fetch=0.2, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
-    assert verdict.limit == "order"
-    assert verdict.advice["scheduling"] == "split"
-    verdict = figures(train=0.001, waited=0.05, fetch=0.05, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
-    assert verdict.limit == "order"
-    assert verdict.advice["scheduling"] == "dynamic"
-
-
 def with_memory(stats: LoaderStats, private_bytes: int, grown_bytes: int, **more: Any) -> LoaderStats:
     """Return the same of workers that have so much memory to themselves."""
     workers = (replace(worker, private_bytes=private_bytes, grown_bytes=grown_bytes) for worker in stats.workers)

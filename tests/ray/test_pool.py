@@ -537,7 +537,6 @@ class Stream(IterableDataset[Any]):
         (Drawing(), {"num_workers": "auto", "worker_backend": LocalAgents(num_workers=2)}, "looks after itself too"),
         (Drawing(), {"worker_backend": 5}, "RayWorkers"),
         (Drawing(), {"prefetch_factor": 0}, "prefetch_factor"),
-        (Drawing(), {"scheduling": "split", "seeding": "sample"}, "split"),
     ],
 )
 def test_what_cannot_be_is_refused_at_construction(dataset: Any, options: Any, words: str) -> None:

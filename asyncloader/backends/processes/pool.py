@@ -31,7 +31,6 @@ from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import (
     EpochSpec,
     Kind,
-    Slice,
     WorkerSpec,
 )
 from asyncloader.messages.outcome import OUTCOMES, unpack
@@ -255,11 +254,7 @@ class Pool(BasePool[WorkerProcess]):
         if not pickled:
             return refused
         self._outstanding[worker] += len(pickled)
-        loans, unsent = of_worker.lend(self._outstanding[worker]), {ticket for ticket, _ in refused}
-        for ticket, keys in tickets:
-            if type(keys) is Slice and keys.slabs is not None and ticket not in unsent:
-                of_worker.show((self._epoch.number, ticket), keys.slabs)
-        process.channel.send(Kind.TICKETS, pack_tickets(pickled, loans))
+        process.channel.send(Kind.TICKETS, pack_tickets(pickled, of_worker.lend(self._outstanding[worker])))
         return refused
 
     # ---------------------------------------------------------------------------------------------- receiving

@@ -108,7 +108,7 @@ class Plan:
             seed=seed,
             length=chance.randint(40, 120),
             is_async=is_async,
-            crew=Crew.draw(chance, place, "sample", persistent=persistent, may_divide=not is_async),
+            crew=Crew.draw(chance, place, "sample", persistent=persistent),
             target=chance.random(),
             call=chance.choice([1, 1, 2, 5, 20]),
         )

@@ -108,7 +108,7 @@ class Plan:
         place = place if place in ("process", "thread") else chance.choice(["process", "process", "process", "thread"])
         kind = chance.choice(list(KINDS))
         overlaps = kind == "async" or chance.random() < 0.7
-        crew = Crew.draw(chance, place, "batch", persistent=chance.random() < 0.3, may_divide=not overlaps)
+        crew = Crew.draw(chance, place, "batch", persistent=chance.random() < 0.3)
         meant = [moment for moment in MOMENTS if ("thread" in moment) is (place == "thread") or "loop" in moment]
         held_up = chance.sample(meant, chance.randint(1, 3))
         if place == "process" and chance.random() < 0.5:  # a worker that waits for an answer reads more than that

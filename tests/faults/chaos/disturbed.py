@@ -18,15 +18,12 @@ import signal
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from asyncloader import DataLoader
-from asyncloader.engine import slices
 from tests import inside
 from tests.faults.chaos.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
 from tests.faults.chaos.left import nothing_left
@@ -74,8 +71,6 @@ class Plan:
             plan.loader["max_tasks_per_child"] = chance.choice([None, None, 1, 4, 15])
             if chance.random() < 0.2:
                 plan.loader.update(num_workers="auto", max_workers=chance.randint(1, 4))
-        if plan.kind == "map" and (place or where) != "here" and chance.random() < 0.3:
-            plan.loader.update(scheduling="split", seeding="sample")
         more: dict[str, Any] = {"cancels": frozenset(cancels), "crews": crews, "device": Device.draw(seed)}
         return dataclasses.replace(plan, **more)._moved(place or where)
 
@@ -172,8 +167,7 @@ class Plan:
             folder = Path(name)
             expected = play(self.undisturbed(), folder)
             with nothing_left():
-                with every_batch_divided():
-                    seen = play(self, folder)
+                seen = play(self, folder)
                 if self.breaks is not None:
                     expected[0] = expected[0][: len(seen[0])]
                 assert seen == expected, difference(seen, expected)
@@ -188,7 +182,6 @@ class Plan:
             "batches go to a device": self.device is not None,
             "workers come and go": bool(self.crews),
             "workers are renewed": loader.get("max_tasks_per_child") is not None,
-            "batches are divided": loader["scheduling"] == "split",
             "their number looks after itself": loader["num_workers"] == "auto",
             f"epoch left: {self.breaks and self.breaks[1]}": self.breaks is not None,
         }
@@ -345,13 +338,6 @@ def _leave(iterator: Any, how: str) -> None:
         iterator.close()
     elif how == "raises in the body":
         raise Left
-
-
-@contextlib.contextmanager
-def every_batch_divided() -> Iterator[None]:
-    """Have scheduling="split" divide batches of cheap samples too, as often as it can."""
-    with mock.patch.object(slices, "_LEAST_SLICE_S", 1e-9):
-        yield
 
 
 def difference(seen: list[list[Any]], expected: list[list[Any]]) -> str:

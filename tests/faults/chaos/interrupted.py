@@ -117,7 +117,7 @@ class Plan:
             size=Size(chance.randint(20, 120), chance.choice([1, 2, 4]), seed),
             sampling=BY_NAME[chance.choice(SAMPLERS)],
             is_async=is_async,
-            crew=Crew.draw(chance, place, "sample", persistent=persistent, may_divide=not is_async),
+            crew=Crew.draw(chance, place, "sample", persistent=persistent),
             interrupts=interrupts,
             resumes_in=chance.choice(["this process"] * 15 + ["a fresh process"]),
             face="for" if interrupts.by == "the clock" else chance.choice(["for", "async for"]),

@@ -45,14 +45,14 @@ class Crew:
     options: dict[str, Any]
 
     @classmethod
-    def draw(cls, chance: random.Random, place: str, seeding: str, *, persistent: bool, may_divide: bool) -> Crew:
+    def draw(cls, chance: random.Random, place: str, seeding: str, *, persistent: bool) -> Crew:
         """Draw workers of a place."""
         if place == "here":
             return cls(place, {})
         options: dict[str, Any] = {
             "num_workers": chance.choice([1, 2, 2, 3, 4]),
             "prefetch_factor": chance.choice([1, 2, 4]),
-            "scheduling": chance.choice(["static", "dynamic", *["split"] * may_divide]),
+            "scheduling": chance.choice(["static", "dynamic"]),
             "max_buffered_bytes": chance.choice([0, 64 << 20]),
         }
         if place == "thread":
@@ -169,8 +169,7 @@ class Plan:
             return cls._draw_stream(seed, chance, size, place, count)
         places = _places(chance, place, count + 1, how, sampling)
         persistent = "here" not in places and chance.random() < 0.4
-        may_divide = seeding == "sample" and kind == "map"
-        crews = [Crew.draw(chance, each, seeding, persistent=persistent, may_divide=may_divide) for each in places]
+        crews = [Crew.draw(chance, each, seeding, persistent=persistent) for each in places]
         shares_generators = how == "in a block" and any(crew.place in _SHARING for crew in crews)
         consumer = chance.choice(_consumers(sampling, generator, crews, shares_generators))
         draws_on = sampling.disturbs_others(generator in ("the sampler's", "both"))
@@ -195,7 +194,7 @@ class Plan:
         # The generators of persistent workers have come through earlier epochs: the log says that they begin anew.
         is_seeded_anew = place == "process" and not persistent
         how = chance.choice(["global", "sample_rng"]) if is_seeded_anew else "sample_rng"
-        crew = Crew.draw(chance, place, "worker", persistent=persistent, may_divide=False)
+        crew = Crew.draw(chance, place, "worker", persistent=persistent)
         cuts = tuple(Cut.draw(chance, _successors("nothing", False)) for _ in range(count))
         generator = chance.choice(["nobody's", "the loader's"])
         face = chance.choice(["for", "async for"])
