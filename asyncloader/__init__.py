@@ -11,26 +11,18 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncloader.datasets.shared import SharedList
-    from asyncloader.datasets.shared_dict import SharedDict
     from asyncloader.engine.portal import shutdown
     from asyncloader.errors import (
         AsyncLoaderError,
         BatchTimeoutError,
         ConfigurationError,
-        InternalError,
-        LoaderClosedError,
         StateMismatchError,
         WorkerDiedError,
         WorkerError,
-        WorkerStartError,
     )
     from asyncloader.loader import DataLoader
     from asyncloader.observe.stats import LoaderStats
-    from asyncloader.observe.trace import tracing
-    from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, AsyncResource
     from asyncloader.run.device_iterator import to_device
-    from asyncloader.samplers import ElasticSampler
     from asyncloader.seeding.sample_context import sample_rng
     from asyncloader.seeding.turns import sample_seed
 else:
@@ -75,44 +67,25 @@ def __dir__() -> list[str]:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AsyncBatchDataset",
-    "AsyncDataset",
-    "AsyncIterableDataset",
     "AsyncLoaderError",
-    "AsyncResource",
     "BatchTimeoutError",
     "ConfigurationError",
     "DataLoader",
-    "ElasticSampler",
-    "InternalError",
-    "LoaderClosedError",
     "LoaderStats",
-    "SharedDict",
-    "SharedList",
     "StateMismatchError",
     "WorkerDiedError",
     "WorkerError",
-    "WorkerStartError",
     "sample_rng",
     "sample_seed",
     "shutdown",
     "to_device",
-    "tracing",
 ]
 
 _MODULES = {
-    "AsyncBatchDataset": "protocols",
-    "AsyncDataset": "protocols",
-    "AsyncIterableDataset": "protocols",
-    "AsyncResource": "protocols",
     "DataLoader": "loader",
-    "ElasticSampler": "samplers",
     "LoaderStats": "observe.stats",
-    "SharedDict": "datasets.shared_dict",
-    "SharedList": "datasets.shared",
     "sample_rng": "seeding.sample_context",
     "sample_seed": "seeding.turns",
     "shutdown": "engine.portal",
     "to_device": "run.device_iterator",
-    "tracing": "observe.trace",
 }

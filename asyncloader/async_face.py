@@ -1,7 +1,7 @@
 """The methods of a dataset that are awaited: its asynchronous face, also through torch's wrappers.
 
 A dataset may have two faces: ``__getitem__`` returns a sample, for everybody; ``async def getitem`` or ``getitems``
-fetch the same samples without blocking, for this package. See :class:`asyncloader.protocols.TwoFacedDataset`.
+fetch the same samples without blocking, for this package. See :class:`asyncloader.typing.TwoFacedDataset`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import warnings
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from asyncloader import DataLoader, ElasticSampler
+from asyncloader import DataLoader
+from asyncloader.samplers import ElasticSampler
 from tests.ranks import tell
 
 LENGTH = 203

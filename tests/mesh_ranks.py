@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from asyncloader import DataLoader, ElasticSampler, sample_rng
+from asyncloader import DataLoader, sample_rng
 from asyncloader.run.data_rank import data_rank
-from asyncloader.samplers import LengthBatchSampler
+from asyncloader.samplers import ElasticSampler, LengthBatchSampler
 from tests import inside
 from tests.ranks import tell
 

@@ -31,9 +31,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from asyncloader import ConfigurationError, DataLoader, ElasticSampler, sample_rng
+from asyncloader import ConfigurationError, DataLoader, sample_rng
 from asyncloader.samplers import (
     BlockShuffleSampler,
+    ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
     PackingBatchSampler,

@@ -19,7 +19,8 @@ import torch
 from torch.utils.data import Dataset
 
 import asyncloader
-from asyncloader import DataLoader, LoaderClosedError, sample_seed
+from asyncloader import DataLoader, sample_seed
+from asyncloader.errors import LoaderClosedError
 from asyncloader.seeding import generators, turns
 from asyncloader.seeding.generators import GLOBAL, state_of
 

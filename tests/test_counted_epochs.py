@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, DistributedSampler
 
-from asyncloader import DataLoader, ElasticSampler
+from asyncloader import DataLoader
 from asyncloader.datasets import ParallelMap
 from asyncloader.samplers import (
     BalancedBatchSampler,
     BlockShuffleSampler,
+    ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
     PackingBatchSampler,

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader import ConfigurationError, DataLoader, LoaderClosedError, to_device
+from asyncloader import ConfigurationError, DataLoader, to_device
 from asyncloader.engine.portal import get_portal
+from asyncloader.errors import LoaderClosedError
 from asyncloader.run.device_iterator import DeviceIterator
 from asyncloader.transport import slab
 from tests import inside

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DistributedSampler, IterableDataset, Subset, get_worker_info
 
-from asyncloader import ConfigurationError, DataLoader, ElasticSampler
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.samplers import ElasticSampler
 
 pytestmark = pytest.mark.on_threads
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import asyncloader
-from asyncloader import (
-    AsyncLoaderError,
-    BatchTimeoutError,
-    ConfigurationError,
+from asyncloader import AsyncLoaderError, BatchTimeoutError, ConfigurationError, WorkerDiedError, WorkerError
+from asyncloader.errors import (
     LoaderClosedError,
-    WorkerDiedError,
-    WorkerError,
     WorkerStartError,
+    could_not_start,
+    describe_death,
+    describe_keys,
+    died,
+    timed_out,
 )
-from asyncloader.errors import could_not_start, describe_death, describe_keys, died, timed_out
 
 
 @pytest.mark.parametrize(

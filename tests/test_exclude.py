@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from asyncloader import ConfigurationError, DataLoader, ElasticSampler, sample_rng
-from asyncloader.samplers import PackingBatchSampler, packed
+from asyncloader import ConfigurationError, DataLoader, sample_rng
+from asyncloader.samplers import ElasticSampler, PackingBatchSampler, packed
 from tests.sameness import same
 
 LENGTH = 50

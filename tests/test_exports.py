@@ -12,35 +12,25 @@ import asyncloader
 import asyncloader.datasets
 import asyncloader.online
 import asyncloader.samplers
+import asyncloader.typing
 from tests.nursery import Program
 
 
 def test_public_names() -> None:
     """The names in `__all__`, sorted, each of which exists."""
     assert asyncloader.__all__ == [
-        "AsyncBatchDataset",
-        "AsyncDataset",
-        "AsyncIterableDataset",
         "AsyncLoaderError",
-        "AsyncResource",
         "BatchTimeoutError",
         "ConfigurationError",
         "DataLoader",
-        "ElasticSampler",
-        "InternalError",
-        "LoaderClosedError",
         "LoaderStats",
-        "SharedDict",
-        "SharedList",
         "StateMismatchError",
         "WorkerDiedError",
         "WorkerError",
-        "WorkerStartError",
         "sample_rng",
         "sample_seed",
         "shutdown",
         "to_device",
-        "tracing",
     ]
     assert all(hasattr(asyncloader, name) for name in asyncloader.__all__)
 
@@ -108,6 +98,26 @@ def test_public_names_of_the_samplers() -> None:
     assert all(hasattr(asyncloader.samplers, name) for name in asyncloader.samplers.__all__)
 
 
+def test_public_names_of_types() -> None:
+    """What `asyncloader.typing` offers; a module that names a protocol imports nothing of the loader."""
+    assert asyncloader.typing.__all__ == [
+        "AsyncBatchDataset",
+        "AsyncDataset",
+        "AsyncIterableDataset",
+        "AsyncResource",
+        "BaseIterator",
+        "Stages",
+        "StoreUsage",
+        "Timing",
+        "TwoFacedDataset",
+        "Verdict",
+        "WorkerStats",
+    ]
+    assert all(hasattr(asyncloader.typing, name) for name in asyncloader.typing.__all__)
+    with pytest.raises(AttributeError, match=r"module 'asyncloader.typing' has no attribute 'Dataset'"):
+        asyncloader.typing.Dataset  # noqa: B018
+
+
 def test_other_names_do_not_exist() -> None:
     """Names are imported when they are asked for; what is not there is an AttributeError, as ever."""
     assert set(asyncloader.__all__) <= set(dir(asyncloader))
@@ -122,6 +132,7 @@ def test_workers_import_little() -> None:
 import sys
 engine = ("asyncloader.run.worker_iterator", "asyncloader.engine.session", "asyncloader.engine.portal", "uvloop")
 import asyncloader.worker.serve
+from asyncloader.typing import AsyncDataset
 print([name for name in engine if name in sys.modules], "asyncloader.loader" in sys.modules)
 from asyncloader import DataLoader, WorkerDiedError
 print([name for name in engine if name in sys.modules], "asyncloader.loader" in sys.modules)

@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import DataLoader, LoaderClosedError
+from asyncloader import DataLoader
 from asyncloader.engine.portal import get_portal
+from asyncloader.errors import LoaderClosedError
 from asyncloader.run import base_iterator, worker_iterator
 from tests import inside
 from tests.patience import until, wait_until

@@ -25,7 +25,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from asyncloader import DataLoader, ElasticSampler, LoaderClosedError, StateMismatchError, sample_rng
+from asyncloader import DataLoader, StateMismatchError, sample_rng
+from asyncloader.errors import LoaderClosedError
+from asyncloader.samplers import ElasticSampler
 from asyncloader.testing import assert_resumable, assert_resumable_async
 from tests.leftovers import descendants
 

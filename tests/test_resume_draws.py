@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from asyncloader import DataLoader, ElasticSampler
+from asyncloader import DataLoader
+from asyncloader.samplers import ElasticSampler
 from tests import effort, generators
 
 pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create")]

@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
 
-from asyncloader import DataLoader, ElasticSampler, sample_rng
+from asyncloader import DataLoader, sample_rng
 from asyncloader.engine.progress import Call
+from asyncloader.samplers import ElasticSampler
 from asyncloader.testing import assert_resumable, assert_resumable_async
 from tests import inside
 

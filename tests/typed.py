@@ -8,7 +8,7 @@ from typing import assert_type
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader
-from asyncloader.run.base_iterator import BaseIterator
+from asyncloader.typing import BaseIterator
 
 
 class Plain(Dataset[int]):

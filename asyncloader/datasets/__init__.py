@@ -10,7 +10,7 @@
     ParallelMap                   the items of a stream, read once and worked on by all workers
 
 ``dataset[0]`` is a sample, ``for sample in dataset`` ends, and torch's DataLoader, Subset and random_split take them;
-see :class:`asyncloader.protocols.TwoFacedDataset`. All can be pickled.
+see :class:`asyncloader.typing.TwoFacedDataset`. All can be pickled.
 """
 
 from asyncloader.datasets.cached import CachedDataset

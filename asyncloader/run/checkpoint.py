@@ -63,13 +63,13 @@ log = logging.getLogger("asyncloader")
 VERSION = 3
 
 _OTHER_RANKS = (
-    "A state of this sampler fits as many ranks as it was taken on. asyncloader.ElasticSampler, in the place of "
-    "DistributedSampler when the state is taken, is resumed on any number."
+    "A state of this sampler fits as many ranks as it was taken on. asyncloader.samplers.ElasticSampler, in the place "
+    "of DistributedSampler when the state is taken, is resumed on any number."
 )
 _ADVICE = {
     "rank": (
-        "Each rank has to load the state that it has saved itself; with asyncloader.ElasticSampler in the place of "
-        "DistributedSampler a state fits every rank."
+        "Each rank has to load the state that it has saved itself; with asyncloader.samplers.ElasticSampler in the "
+        "place of DistributedSampler a state fits every rank."
     ),
     "seeding_rank": (
         "It is part of the seeds. Give it, or leave it out, as when the state was taken; otherwise the run would go on "

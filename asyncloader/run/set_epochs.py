@@ -104,7 +104,8 @@ class SetEpochs:
             self._has_warned = True
             log.warning(
                 "DistributedSampler gives the same order in every epoch: nobody has called set_epoch. Call "
-                "loader.set_epoch(epoch) before each epoch, or use asyncloader.ElasticSampler, which counts them."
+                "loader.set_epoch(epoch) before each epoch, or use asyncloader.samplers.ElasticSampler, which counts "
+                "them."
             )
         copies = zip(listeners(options.dataset), of_dataset, self.of_dataset(options.dataset), strict=False)
         if options.has_workers and options.persistent_workers:

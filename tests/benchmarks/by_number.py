@@ -34,7 +34,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import DataLoader, ElasticSampler
+from asyncloader import DataLoader
+from asyncloader.samplers import ElasticSampler
 from tests.benchmarks.bench import Bench, Target, main
 
 MANY = 1_000_000_000

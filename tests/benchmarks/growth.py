@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from asyncloader import ElasticSampler
+from asyncloader.samplers import ElasticSampler
 from tests.benchmarks.bench import Bench, main
 from tests.benchmarks.dispatch import Ints
 from tests.benchmarks.latency import WAIT_S, bound, ours, with_extras

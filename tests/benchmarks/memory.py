@@ -37,7 +37,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from asyncloader import SharedList
+from asyncloader.datasets import SharedList
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Memory
 

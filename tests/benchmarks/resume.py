@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from asyncloader import ElasticSampler
+from asyncloader.samplers import ElasticSampler
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Run
 

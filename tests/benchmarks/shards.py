@@ -21,9 +21,8 @@ from typing import Any
 
 from webdataset import WebDataset
 
-from asyncloader import ElasticSampler
 from asyncloader.datasets import TarShards
-from asyncloader.samplers import BlockShuffleSampler
+from asyncloader.samplers import BlockShuffleSampler, ElasticSampler
 from tests.benchmarks.bench import Bench, main
 from tests.benchmarks.measure import Run, cpu_seconds
 from tests.services.fault_server import FaultServer

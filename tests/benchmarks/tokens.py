@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncloader import ElasticSampler
 from asyncloader.datasets import TokenBlocks
+from asyncloader.samplers import ElasticSampler
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Run, cpu_seconds
 

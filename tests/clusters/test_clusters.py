@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import ConfigurationError, DataLoader, WorkerStartError
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.errors import WorkerStartError
 from asyncloader.ray import RayWorkers, ray_launcher
 from tests.clusters.clusters import agents
 from tests.patience import wait_until

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from asyncloader import ConfigurationError, DataLoader, WorkerStartError
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.errors import WorkerStartError
 from asyncloader.ray import RayWorkers, ray_launcher
 from tests.clusters.test_clusters import Drawing, agents
 from tests.patience import wait_until

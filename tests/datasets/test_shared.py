@@ -22,8 +22,8 @@ import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader import ConfigurationError, SharedDict, SharedList
-from asyncloader.datasets import CachedDataset
+from asyncloader import ConfigurationError
+from asyncloader.datasets import CachedDataset, SharedDict, SharedList
 from tests import inside
 from tests.effort import examples
 from tests.nursery import Program
@@ -458,7 +458,7 @@ def test_a_process_of_ones_own(start_method: str) -> None:
 
 RANKS = """
     import os, pickle, subprocess, sys
-    from asyncloader import SharedDict, SharedList
+    from asyncloader.datasets import SharedDict, SharedList
 
     if len(sys.argv) > 1:  # another process, that has nothing of the first but the pickle
         rows, names = pickle.load(sys.stdin.buffer)
@@ -505,7 +505,7 @@ def test_a_handle_is_not_taken_for_that_of_another_file() -> None:
 
 PSS = """
     import multiprocessing, os, re, sys
-    from asyncloader import SharedList
+    from asyncloader.datasets import SharedList
 
     def pss():
         total = 0
@@ -541,7 +541,7 @@ def test_it_is_in_memory_once(run: Callable[..., Program], start_method: str) ->
 
 KILLED = """
     import os, signal
-    from asyncloader import SharedList
+    from asyncloader.datasets import SharedList
 
     reading, writing = os.pipe()
     if not os.fork():

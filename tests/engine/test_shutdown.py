@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import asyncloader
-from asyncloader import AsyncDataset, ConfigurationError, DataLoader
+from asyncloader import ConfigurationError, DataLoader
 from asyncloader.engine.portal import get_portal
 from asyncloader.transport.slab import slab_pool
+from asyncloader.typing import AsyncDataset
 from tests.forks import forked
 
 DATA = [torch.full((1 << 16,), float(number)) for number in range(8)]

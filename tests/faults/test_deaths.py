@@ -21,7 +21,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import DataLoader, WorkerDiedError, WorkerStartError
+from asyncloader import DataLoader, WorkerDiedError
+from asyncloader.errors import WorkerStartError
 from asyncloader.messages.iterating_thread import IteratingThread
 from tests import inside
 from tests.faults.datasets import DEATHS, Augmented, Deadly, deaths, plain
@@ -424,7 +425,8 @@ def test_a_main_module_that_cannot_be_imported_again_is_said_once(start_method: 
     """
     program = tmp_path / "training.py"
     program.write_text(
-        "from asyncloader import DataLoader, WorkerStartError\n"
+        "from asyncloader import DataLoader\n"
+        "from asyncloader.errors import WorkerStartError\n"
         "if __name__ == '__mp_main__':\n"
         "    raise ImportError('no such library here')\n"
         "if __name__ == '__main__':\n"

@@ -15,7 +15,7 @@ Run = Callable[..., Program]
 SUBSETS = [subset for size in (1, 2, 3) for subset in itertools.combinations((0, 1, 2), size)]
 
 AWAITED = """
-from asyncloader import AsyncDataset
+from asyncloader.typing import AsyncDataset
 
 class Awaited(AsyncDataset):
     def __len__(self):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.interpreter
 Run = Callable[..., Program]
 
 FORK = """
-from asyncloader import LoaderClosedError
+from asyncloader.errors import LoaderClosedError
 
 def in_child(function):
     pid = os.fork()
@@ -338,7 +338,7 @@ def test_fork_while_a_thread_draws_random_numbers(run: Run, forks: int, outcome:
     time. The log says so."""
     main = f"""
 import itertools
-from asyncloader import WorkerStartError
+from asyncloader.errors import WorkerStartError
 from asyncloader.backends.processes import process
 process._UP_S = 3.0  # seconds for which it is waited for: 10 otherwise
 drawing, done, made = threading.Event(), threading.Event(), itertools.count(1)

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import DataLoader, LoaderClosedError
+from asyncloader import DataLoader
 from asyncloader.engine import hang_watch
 from asyncloader.engine.hang_report import Seen, describe, explain
+from asyncloader.errors import LoaderClosedError
 from asyncloader.observe.activity import Activity
 from asyncloader.online import Feed
 from tests.patience import until, wait_until

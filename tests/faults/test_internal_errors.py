@@ -31,11 +31,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import asyncloader
-from asyncloader import AsyncDataset, DataLoader, InternalError, WorkerError
+from asyncloader import DataLoader, WorkerError
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal
 from asyncloader.engine.scheduler import Scheduler
+from asyncloader.errors import InternalError
 from asyncloader.run.worker_iterator import WorkerIterator
+from asyncloader.typing import AsyncDataset
 from tests.leftovers import Holdings
 from tests.pins import Pins
 from tests.ray.local_agents import LocalAgents

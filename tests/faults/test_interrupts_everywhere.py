@@ -27,6 +27,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import asyncloader
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
+from asyncloader.errors import LoaderClosedError
 from asyncloader.run import equal_steps
 from asyncloader.run.device_iterator import on_device
 from asyncloader.run.equal_steps import EqualStepsIterator
@@ -312,7 +313,7 @@ class Epochs:
         """Go on after an interrupt, to the end; what the iterator had begun of a stream may be gone."""
         try:
             taking(iterator, self.seen)
-        except asyncloader.LoaderClosedError:
+        except LoaderClosedError:
             assert self._make not in (Counting, OneBad, Rows, Awaited)
         else:
             assert sorted(self.seen) == self.expected

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import DataLoader, WorkerStartError
+from asyncloader import DataLoader
 from asyncloader.backends.processes import process
 from asyncloader.engine import recovery
 from asyncloader.engine.portal import get_portal
+from asyncloader.errors import WorkerStartError
 
 
 class Numbers(Dataset[int]):

@@ -87,14 +87,14 @@ def test_too_few_descriptors_for_the_first_loader(run: Run, limit: int) -> None:
     """The same where not even the loop can be made."""
     main = f"""
 import resource
-import asyncloader
+import asyncloader.errors
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 loader = DataLoader(Numbers(), batch_size=4, num_workers=2)
 torch.ones(2) + 1  # torch reads what kind of processor this is
 resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, hard))
 try:
     list(loader)
-except asyncloader.WorkerStartError as error:
+except asyncloader.errors.WorkerStartError as error:
     print("ulimit -n" in str(error))
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(torch.cat(list(loader)).tolist() == list(range(40)))
@@ -110,7 +110,7 @@ def test_too_few_processes_are_one_clear_error(run: Run) -> None:
         pytest.skip("needs root, to become a user with no other processes")
     main = """
 import resource
-import asyncloader
+import asyncloader.errors
 list(DataLoader(Numbers(), num_workers=1))
 os.setuid(54321)
 soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -118,7 +118,7 @@ threads = threading.active_count()
 resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
 try:
     list(DataLoader(Numbers(), num_workers=2))
-except asyncloader.WorkerStartError as error:
+except asyncloader.errors.WorkerStartError as error:
     print("ulimit -u" in str(error))
 resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 print(torch.cat(list(DataLoader(Numbers(), num_workers=2))).tolist() == list(range(40)))

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from asyncloader import DataLoader, ElasticSampler
+from asyncloader import DataLoader
+from asyncloader.samplers import ElasticSampler
 from tests.frameworks.witness import Line, Stream, assert_made_by_torch, assert_made_by_us, indices
 from tests.ranks import tell
 

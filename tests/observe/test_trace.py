@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader, tracing
+from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
-from asyncloader.observe.trace import Trace, batch, shared_trace, taken
+from asyncloader.observe.trace import Trace, batch, shared_trace, taken, tracing
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside

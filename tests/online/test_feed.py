@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, LoaderClosedError, StateMismatchError
+from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, StateMismatchError
+from asyncloader.errors import LoaderClosedError
 from asyncloader.online import Feed, FeedClosedError, FeedFullError, LeaseLostError, Sample
 from tests.patience import wait_until
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from asyncloader import ConfigurationError, DataLoader, LoaderClosedError
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.errors import LoaderClosedError
 from asyncloader.online import Feed, FeedHandle, RanksError, Sample
 from tests.patience import wait_until
 

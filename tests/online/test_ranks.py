@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader import LoaderClosedError
+from asyncloader.errors import LoaderClosedError
 from asyncloader.online import Feed, FeedClosedError, RanksError
 from asyncloader.online.ranks import Seat
 from tests import effort

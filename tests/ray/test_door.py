@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from asyncloader import WorkerStartError
+from asyncloader.errors import WorkerStartError
 from asyncloader.messages.messages import HEADER
 from asyncloader.observe.traffic import Traffic
 from asyncloader.ray import door as module

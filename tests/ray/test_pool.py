@@ -21,7 +21,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError, WorkerStartError
+from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError
+from asyncloader.errors import WorkerStartError
 from asyncloader.ray import fleet as module
 from asyncloader.ray.handshake import new_secret
 from tests import inside

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from asyncloader import DataLoader, WorkerDiedError, WorkerStartError
+from asyncloader import DataLoader, WorkerDiedError
+from asyncloader.errors import WorkerStartError
 from tests.patience import wait_until
 from tests.ray.local_agents import LocalAgents
 from tests.ray.test_pool import is_there, kill_my_agent, other_secret

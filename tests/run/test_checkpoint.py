@@ -110,7 +110,7 @@ def test_other_ranks_are_told_of_the_sampler_that_fits_them() -> None:
     """They have other numbers of samples as well, which is not what the error is about."""
     for saved, now, field in (((2, 0), (4, 0), "num_replicas"), ((2, 0), (2, 1), "rank")):
         one, other = ({"sampler": DistributedSampler(range(12), *ranks)} for ranks in (saved, now))  # type: ignore[arg-type]
-        with pytest.raises(StateMismatchError, match=f"{field} was .* asyncloader.ElasticSampler"):
+        with pytest.raises(StateMismatchError, match=f"{field} was .* asyncloader.samplers.ElasticSampler"):
             check(initial_state(settings_of(**one), 0), settings_of(**other))
 
 

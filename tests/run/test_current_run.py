@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader, ElasticSampler
+from asyncloader import DataLoader
 from asyncloader.errors import LoaderClosedError
+from asyncloader.samplers import ElasticSampler
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "no workers": {},

@@ -29,8 +29,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from asyncloader import ConfigurationError, DataLoader, LoaderClosedError, WorkerDiedError, sample_rng
+from asyncloader import ConfigurationError, DataLoader, WorkerDiedError, sample_rng
 from asyncloader.epochs import Told
+from asyncloader.errors import LoaderClosedError
 from asyncloader.run.foresight import Foresight, Guess
 from asyncloader.samplers import ElasticSampler
 from tests import inside

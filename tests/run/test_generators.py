@@ -24,11 +24,17 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from asyncloader import DataLoader, ElasticSampler
+from asyncloader import DataLoader
 from asyncloader.options import Options
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
-from asyncloader.samplers import BlockShuffleSampler, LengthBatchSampler, MixtureSampler, WeightedSampler
+from asyncloader.samplers import (
+    BlockShuffleSampler,
+    ElasticSampler,
+    LengthBatchSampler,
+    MixtureSampler,
+    WeightedSampler,
+)
 from tests import generators, inside
 from tests.run.giving import give
 

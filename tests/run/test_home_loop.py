@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from torch.utils.data import ChainDataset
 
-from asyncloader import ConfigurationError, DataLoader, LoaderClosedError
+from asyncloader import ConfigurationError, DataLoader
 from asyncloader.backends.threads import worker as local_worker
 from asyncloader.engine.portal import get_portal
+from asyncloader.errors import LoaderClosedError
 from asyncloader.run.home_loop import bound_objects, find_home
 from tests.patience import PATIENCE_S, until
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from asyncloader import DataLoader, LoaderClosedError
+from asyncloader import DataLoader
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
+from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.snapshot import Pace
 from asyncloader.run.plan import Plan, is_drawn_from, samplers_within
 from tests.run.giving import give

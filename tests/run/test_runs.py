@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
-from asyncloader import DataLoader, ElasticSampler
-from asyncloader.samplers import LengthBatchSampler, MixtureSampler, PackingBatchSampler
+from asyncloader import DataLoader
+from asyncloader.samplers import ElasticSampler, LengthBatchSampler, MixtureSampler, PackingBatchSampler
 from tests import inside
 
 

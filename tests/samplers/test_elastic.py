@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from asyncloader import ConfigurationError, ElasticSampler, StateMismatchError
+from asyncloader import ConfigurationError, StateMismatchError
+from asyncloader.samplers import ElasticSampler
 
 
 @given(length=st.integers(1, 70), ranks=st.integers(1, 9), shuffle=st.booleans(), drop_last=st.booleans())

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, SequentialSampler, TensorDataset
 
-from asyncloader import ConfigurationError, ElasticSampler, StateMismatchError
-from asyncloader.samplers import BlockShuffleSampler, MixtureSampler
+from asyncloader import ConfigurationError, StateMismatchError
+from asyncloader.samplers import BlockShuffleSampler, ElasticSampler, MixtureSampler
 from tests.samplers.legs import draw
 
 WEIGHTS = st.lists(st.floats(0.001, 10) | st.just(0.0), min_size=1, max_size=6).filter(any)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncloader import ElasticSampler
 from asyncloader.samplers import (
     BalancedBatchSampler,
     BlockShuffleSampler,
+    ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
     PackingBatchSampler,

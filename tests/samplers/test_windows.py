@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
 
-from asyncloader import ConfigurationError, ElasticSampler, StateMismatchError
+from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import (
     BalancedBatchSampler,
+    ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
     PackingBatchSampler,

@@ -16,10 +16,11 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
-from asyncloader import ConfigurationError, DataLoader, ElasticSampler
+from asyncloader import ConfigurationError, DataLoader
 from asyncloader.run.plan import Pace
 from asyncloader.samplers import (
     BalancedBatchSampler,
+    ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
     PackingBatchSampler,

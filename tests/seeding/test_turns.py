@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader import LoaderClosedError, sample_rng, sample_seed
+from asyncloader import sample_rng, sample_seed
+from asyncloader.errors import LoaderClosedError
 from asyncloader.seeding import turns
 from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, SampleContext, current, sample_at

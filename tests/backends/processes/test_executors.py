@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from asyncloader import DataLoader, WorkerStartError
+from asyncloader import DataLoader
 from asyncloader.backends.processes import executors
 from asyncloader.backends.processes.executors import Running
+from asyncloader.errors import WorkerStartError
 
 
 @pytest.fixture

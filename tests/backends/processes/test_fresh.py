@@ -22,7 +22,8 @@ import multiprocessing
 from multiprocessing import forkserver, spawn
 
 import asyncloader
-from asyncloader import DataLoader, WorkerStartError
+from asyncloader import DataLoader
+from asyncloader.errors import WorkerStartError
 
 class Numbers:
     def __init__(self, length=8):

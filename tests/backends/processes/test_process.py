@@ -19,10 +19,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
-from asyncloader import DataLoader, LoaderClosedError
+from asyncloader import DataLoader
 from asyncloader.backends.processes import pool, process
 from asyncloader.backends.worker import WorkerState
 from asyncloader.engine.portal import get_portal
+from asyncloader.errors import LoaderClosedError
 from tests import inside
 
 

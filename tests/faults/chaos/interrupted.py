@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from asyncloader import DataLoader, LoaderClosedError
+from asyncloader import DataLoader
+from asyncloader.errors import LoaderClosedError
 from tests import generators
 from tests.faults.chaos.chaotic import AsyncDrawing, Drawing
 from tests.faults.chaos.left import nothing_left

@@ -1,0 +1,57 @@
+"""Types for annotations: protocols of datasets, and what loaders and datasets return.
+
+AsyncDataset, AsyncBatchDataset, AsyncIterableDataset,       what a dataset may be; none needs to be a base class
+AsyncResource, TwoFacedDataset
+BaseIterator                                                 of ``iter(loader)`` and ``aiter(loader)``
+Stages, Timing, Verdict, WorkerStats                         parts of :class:`asyncloader.LoaderStats`
+StoreUsage                                                   of :meth:`asyncloader.datasets.CachedDataset.usage`
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from asyncloader.protocols import (
+    AsyncBatchDataset,
+    AsyncDataset,
+    AsyncIterableDataset,
+    AsyncResource,
+    TwoFacedDataset,
+)
+
+if TYPE_CHECKING:
+    from asyncloader.datasets.sample_store import StoreUsage
+    from asyncloader.observe.figures import Stages, WorkerStats
+    from asyncloader.observe.tally import Timing
+    from asyncloader.observe.verdict import Verdict
+    from asyncloader.run.base_iterator import BaseIterator
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import what is asked for (PEP 562): a dataset's module that names a protocol needs nothing of the loader."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"asyncloader.{_MODULES[name]}"), name)
+
+
+__all__ = [
+    "AsyncBatchDataset",
+    "AsyncDataset",
+    "AsyncIterableDataset",
+    "AsyncResource",
+    "BaseIterator",
+    "Stages",
+    "StoreUsage",
+    "Timing",
+    "TwoFacedDataset",
+    "Verdict",
+    "WorkerStats",
+]
+
+_MODULES = {
+    "BaseIterator": "run.base_iterator",
+    "Stages": "observe.figures",
+    "StoreUsage": "datasets.sample_store",
+    "Timing": "observe.tally",
+    "Verdict": "observe.verdict",
+    "WorkerStats": "observe.figures",
+}
