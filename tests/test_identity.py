@@ -104,8 +104,6 @@ SAMPLERS: dict[type, tuple[Options, dict[str, Decision]]] = {
             **SEED_AND_ENDS,
             "block_sizes": Same([6] * 8, [6] * 6 + [4, 8], "blocks"),
             "window": Same(12, 6),
-            "num_workers": Free(1, 2),
-            "batch_size": Free(2, 3),
             "shuffle": Same(True, False),
         },
     ),

@@ -32,9 +32,9 @@ from asyncloader.messages.snapshot import Frozen, Pace
 from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
 from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
+from asyncloader.run.random_order import indices, skip, take
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
 from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
-from asyncloader.samplers.random_order import indices, skip, take
 from asyncloader.seeding.turns import Drawing
 
 log = logging.getLogger("asyncloader")

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from asyncloader.messages.indices import Indices
-from asyncloader.samplers.random_order import indices, skip, take
+from asyncloader.run.random_order import indices, skip, take
 from tests.faults.test_interrupts_everywhere import CtrlC
 
 
