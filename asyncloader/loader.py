@@ -121,10 +121,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         equal_steps: For iterable datasets that give ranks different numbers of batches: "drop" leaves
             out what not all have; "pad" has a rank repeat its last batch until all are at their end. They agree some
             steps ahead and hold up to 17 batches for it. All have to begin, leave and resume a run at the same step.
-        prefetch_epochs: 1 has persistent workers go on with the next epoch while the last batches of this one are used:
-            there is no gap between epochs where training is slower than loading. Nothing else changes: where the next
-            epoch turns out to be another one (by `set_epoch`, or by what was drawn from a generator meanwhile), what
-            was made is dropped. For samplers of torch's and ElasticSampler.
         max_workers: How many ``num_workers="auto"`` may come to on this machine. By default as many as there are cores
             for this process (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many
             there are); four times that while workers mostly wait.
@@ -192,7 +188,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
         equal_steps: EqualSteps | None = None,
-        prefetch_epochs: int = 0,
         max_workers: int | None = None,
         max_tasks_per_child: int | None = None,
         max_worker_memory: int | str | None = None,
@@ -214,7 +209,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
         self.on_timeout, self.on_crash, self.scheduling, self.seeding = on_timeout, on_crash, scheduling, seeding
         self.max_retries, self.seeding_rank, self.fingerprint = max_retries, seeding_rank, fingerprint
-        self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
+        self.equal_steps, self.max_workers = equal_steps, max_workers
         self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
         self.device, self.device_prefetch, self.device_transform = device, device_prefetch, device_transform
         self._runs = Runs(is_in_step=self._loader_options().equal_steps is not None)

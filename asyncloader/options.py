@@ -145,7 +145,6 @@ class Options:
     trace: str | PathLike[str] | None
     snapshot_every_n_steps: Annotated[int | None, Least(0), _KEPT]
     equal_steps: EqualSteps | None
-    prefetch_epochs: Annotated[int, _KEPT]
     max_workers: Annotated[int | None, Least(1), _KEPT]
     max_tasks_per_child: Annotated[int | None, Least(1), _KEPT]
     max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
@@ -374,7 +373,6 @@ class Options:
                 "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
                 "samples: torch's DistributedSampler, or ElasticSampler"
             )
-        self._check_prefetch_epochs()
         self._check_collation()
         if self.on_timeout != "raise" and self.num_workers and not self.timeout:
             raise ConfigurationError(
@@ -401,26 +399,6 @@ class Options:
                 'device_transform is for batches on a device: device="cuda" takes them there, and "auto" to the '
                 "accelerator of this machine, or the CPU where there is none"
             )
-
-    def _check_prefetch_epochs(self) -> None:
-        if self.prefetch_epochs not in (0, 1) or isinstance(self.prefetch_epochs, bool):
-            raise ConfigurationError(f"prefetch_epochs should be 0 or 1, but got {self.prefetch_epochs!r}")
-        if not self.prefetch_epochs:
-            return
-        reasons = {
-            "persistent_workers=True: other workers end with their epoch": self.persistent_workers,
-            "a map-style dataset: an iterable one that was read ahead in vain cannot be read again": not isinstance(
-                self.dataset, IterableDataset
-            ),
-            'seeding="batch" or "sample": streams of random numbers that were drawn in vain are not had again': (
-                self.seeding != "worker"
-            ),
-            "a dataset without a state, in which samples that were read in vain would count": not (
-                self.snapshot_every and is_stateful(self.dataset)
-            ),
-        }
-        if lacking := [reason for reason, is_so in reasons.items() if not is_so]:
-            raise ConfigurationError(f"prefetch_epochs needs {lacking[0]}")
 
     def _check_renewal(self) -> None:
         if not self.renews:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from asyncloader.engine.session import Session
     from asyncloader.options import Options
     from asyncloader.run.runs import Runs
-    from asyncloader.run.worker_iterator import WorkerIterator
     from asyncloader.seeding.sample_context import SampleContext
     from asyncloader.transport.free_list import Region
     from asyncloader.transport.slab import SlabPool
@@ -73,12 +72,6 @@ def workers(iterator: Any) -> list[Any]:
 def pids(iterator: Any) -> list[int]:
     """Return the process ids of the workers of an iterator, by the workers' numbers."""
     return [worker.pid for worker in workers(iterator)]
-
-
-def foreseen(iterator: WorkerIterator[Any]) -> Any:
-    """Return the next epoch, where an iterator has begun to make batches of it ahead; None otherwise."""
-    assert iterator._foresight is not None
-    return iterator._foresight._foreseen
 
 
 def parked(iterator: Any) -> Any:

@@ -185,13 +185,6 @@ MUTATIONS = (
         "seeding/test_generators.py run/test_rng_snapshot.py test_resume_generators.py",
     ),
     Mutation(
-        "the guess of the next epoch ignores the latest `set_epoch`",
-        "run/foresight.py",
-        "        self._steps = [_step(*pair)",
-        "        self._steps = self._steps or [_step(*pair)",
-        "run/test_foresight.py run/test_foreseen_epochs.py",
-    ),
-    Mutation(
         "without workers, a batch is lost if its making is interrupted",
         "run/inline_run.py",
         "            if not aside:\n                self.is_torn",

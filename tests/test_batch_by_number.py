@@ -356,7 +356,6 @@ def test_in_an_async_trainer(face: str, workers: int, seeding: Any) -> None:
     "options",
     [
         {"persistent_workers": True, "num_workers": 2},
-        {"persistent_workers": True, "num_workers": 2, "prefetch_epochs": 1},
         {"num_workers": 2, "scheduling": "dynamic", "in_order": False, "prefetch_factor": 4},
         {"num_workers": "auto", "max_workers": 2},
         {"num_workers": 2, "max_tasks_per_child": 3},

@@ -117,18 +117,6 @@ def read(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from (batch[0].tolist() for batch in loader)
 
 
-def begun_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An epoch is drawn ahead while another loader's samples are in blocks."""
-    other = DataLoader(Blocks(), 1, num_workers=1, worker_backend="thread", seeding="sample")
-    for _ in range(3):
-        others = iter(other)
-        for batch in loader:
-            next(others)  # so that another block is begun
-            with beside_a_block(other):
-                yield batch[0].tolist()
-        others.close()  # type: ignore[attr-defined]
-
-
 def orders(way: Callable[[DataLoader[Any]], Iterator[Any]], dataset: type[Dataset[Any]], **options: Any) -> list[Any]:
     torch.default_generator.manual_seed(3)
     loader = DataLoader(dataset(), 2, seeding="sample", **options)
@@ -153,13 +141,6 @@ def test_a_sampler_that_draws_as_it_is_read_draws_from_the_trainers_generators(k
     dataset, options = KINDS[kind]
     expected = orders(read, Blocks, sampler=Lazily(), **APART)
     assert orders(read, dataset, sampler=Lazily(), **options) == expected
-
-
-@pytest.mark.processes
-def test_an_epoch_that_is_drawn_ahead_leaves_blocks_alone() -> None:
-    """It is drawn, and what that has moved is put back, beside blocks of another loader."""
-    options = {"shuffle": True, "num_workers": 2, "persistent_workers": True}
-    assert orders(begun_ahead, Blocks, prefetch_epochs=1, **options) == orders(begun_ahead, Blocks, **options)
 
 
 class Placed(Dataset[Any]):

@@ -145,12 +145,6 @@ def test_a_batch_by_its_number_is_of_the_counted_epoch() -> None:
     assert [loader.batch(epoch, 2) for epoch in range(3)] == [batches[2] for batches in epochs]
 
 
-def test_an_epoch_that_begins_ahead_is_the_counted_one() -> None:
-    """`prefetch_epochs` expects the next number."""
-    loader = make("elastic", num_workers=1, persistent_workers=True, prefetch_epochs=1)
-    assert [list(loader) for _ in range(3)] == [order_of("elastic", epoch) for epoch in range(3)]
-
-
 def test_two_loaders_with_one_sampler_count_together() -> None:
     """The second one finds that the epoch has begun."""
     sampler = ElasticSampler(COUNT)

@@ -363,7 +363,7 @@ def test_a_worker_that_dies_costs_nothing(device: SimulatedDevice, tmp_path: Any
 
 def test_epochs_of_persistent_workers(device: SimulatedDevice) -> None:
     """Also after one that was left, whose batches on the device are nobody's."""
-    loader = make(device=device, num_workers=2, persistent_workers=True, prefetch_epochs=1)
+    loader = make(device=device, num_workers=2, persistent_workers=True)
     for _ in range(2):
         assert collect(loader, device) == ALL
     first = iter(loader)

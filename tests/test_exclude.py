@@ -140,15 +140,6 @@ def test_on_other_ranks() -> None:
     assert seen == sorted({*range(LENGTH)} - {*loader_keys})
 
 
-def test_persistent_workers_with_the_next_epoch_begun() -> None:
-    """An epoch that was begun ahead has the samples still, and is begun anew."""
-    loader = loader_of(2, persistent_workers=True, prefetch_epochs=1)
-    first = [*loader]
-    loader.exclude([3, 4])
-    assert not {3, 4} & {index for batch in indices(loader) for index in batch}
-    assert {3, 4} <= {index for batch in indices(first) for index in batch}
-
-
 def test_pieces() -> None:
     """A sample that is yielded in pieces is left out with all of them."""
     documents = [np.full(length, number) for number, length in enumerate([5, 40, 7, 33, 16])]

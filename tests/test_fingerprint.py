@@ -157,11 +157,9 @@ def test_a_resumed_run_has_the_fingerprint_of_the_whole_one(num_workers: int, in
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_each_epoch_has_a_fingerprint_of_its_own(num_workers: int, expected: str) -> None:
-    """Also after the state of the end of one, with workers that stay, and with batches that are made ahead for it."""
-    loader = DataLoader(
-        Numbered(), BATCH, num_workers=num_workers, fingerprint=True, persistent_workers=num_workers > 0,
-        prefetch_epochs=num_workers,
-    )  # fmt: skip
+    """Also after the state of the end of one, and with workers that stay."""
+    persistent = num_workers > 0
+    loader = DataLoader(Numbered(), BATCH, num_workers=num_workers, fingerprint=True, persistent_workers=persistent)
     for _ in range(2):
         list(loader)
         assert loader.stats().fingerprint == expected

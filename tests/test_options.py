@@ -146,7 +146,6 @@ def test_each_option_takes_another_value() -> None:
         "trace": "trace.json",
         "snapshot_every_n_steps": 3,
         "equal_steps": "pad",
-        "prefetch_epochs": 1,
         "max_workers": 5,
         "max_tasks_per_child": 1000,
         "max_worker_memory": 1 << 30,
@@ -163,7 +162,6 @@ def test_each_option_takes_another_value() -> None:
             "max_tasks_per_child": {"num_workers": 1},
             "max_worker_memory": {"num_workers": 1},
             "device_transform": {"device": "cpu"},
-            "prefetch_epochs": {"num_workers": 1, "persistent_workers": True},
         }.get(name, {})
         dataset: Any = Stream() if name == "equal_steps" else [1]
         loader = DataLoader(dataset, **{**needs, name: value})

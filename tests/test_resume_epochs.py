@@ -297,22 +297,6 @@ def test_an_iterator_that_goes_back(kind: str) -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("kind", ["shown", "hidden", "nested"])
-def test_epochs_that_are_begun_ahead(kind: str) -> None:
-    """After a run that was resumed, they are guessed from the epoch that it was of."""
-    loader = make(kind, 1, True)
-    loader.set_epoch(5)
-    _, state = part_of_run(loader, PART)
-    loader = make(kind, 1, True, prefetch_epochs=1)
-    loader.load_state_dict(state)
-    assert rest_of_run(loader) == in_epoch(5)[PART:]
-    for epoch in (6, 7, 8):
-        loader.set_epoch(epoch)
-        assert rest_of_run(loader) == in_epoch(epoch)
-    assert rest_of_run(loader) == in_epoch(8)
-    loader.close()
-
-
 class HiddenPlace(HiddenOrder):
     """Has a state, of its epoch too, and goes on to the next one by itself."""
 

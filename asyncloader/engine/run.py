@@ -109,29 +109,16 @@ class Run:
     #
     # In their threads, under one lock, so that several of them may share an iterator.
 
-    def read_first(self, wake_loop: Callable[[], None], until: int | None = None) -> None:
+    def read_first(self, wake_loop: Callable[[], None]) -> None:
         """Read the keys of the first batches: as far as the window.
 
         Args:
             wake_loop: Has the loop thread look into the inbox.
-            until: How many batches of keys to read, if not as far as the window.
         """
         self._wake_loop = wake_loop
         self._note_taker()
         with self._lock:
-            self._read(self.scheduler.window + self.taken if until is None else until)
-
-    def take_up(self, plan: Iterator[Any], progress: Progress, limit: ErrorLimit) -> None:
-        """Go on with the sampler itself, after a run that was begun ahead with the first keys of it.
-
-        Args:
-            plan: Iterator over the batches of keys that follow.
-            progress: In which those before are counted as read.
-            limit: Counts bad samples, as faults of this run.
-        """
-        self._plan, self.progress, self._lock = plan, progress, progress.lock
-        self.taking.progress, self.taking.limit = progress, limit
-        self.meter.restart_clock()
+            self._read(self.scheduler.window + self.taken)
 
     @property
     def taken(self) -> int:

@@ -319,11 +319,6 @@ class Meter:
                 extra={"stats": stats.as_dict()},  # plain: formatters that write JSON write it down
             )
 
-    def restart_clock(self) -> None:
-        """Have the run begin now: what was made of it before was made while the run before it was used."""
-        self._began = self._last_at = perf_counter()
-        self._received_before = self._traffic.received
-
     # -------------------------------------------------------------------------------------------- any thread
 
     def write_trace(self) -> None:

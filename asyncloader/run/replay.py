@@ -262,7 +262,6 @@ def of_one_batch(twin: Any, found: Found) -> dict[str, Any]:
         seeding=made_with.seeding,
         seeding_rank=data_rank(options),
         scheduling="static",
-        prefetch_epochs=0,
         max_errors=None,
         max_workers=None,
         max_tasks_per_child=None,

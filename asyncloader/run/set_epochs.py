@@ -120,10 +120,6 @@ class SetEpochs:
                     type(same[0]).__name__,
                 )
 
-    def note_again(self) -> None:
-        """Have copies of the dataset in workers be told the last epoch once more."""
-        self._last = self._last._replace(calls=self._last.calls + 1)
-
     def note_state(self, state: dict[str, Any], options: Options) -> None:
         """Note what a state has told samplers and the dataset that a run begins from."""
         before = self.of_samplers(options.index_sampler), [each.number for each in self.of_dataset(options.dataset)]

@@ -25,23 +25,19 @@ from asyncloader.backends.backend import END_GRACE_S
 from asyncloader.backends.processes.pool import WorkerHandle
 from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.checks import as_bytes
-from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.session import Session, State
 from asyncloader.engine.taking import Item
-from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.options import AutoWorkers, Options
 from asyncloader.run import home_loop, workplace
 from asyncloader.run.base_iterator import BaseIterator, check_owner
-from asyncloader.run.foresight import make_foresight
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
-from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.transport.slab import slab_pool
 from asyncloader.weak import while_alive
 from asyncloader.worker.bootstrap import refuse_in_main
@@ -101,7 +97,6 @@ class WorkerIterator(BaseIterator[T_co]):
         run = self._make_run(self._epoch_of(start), start.plan, start.checkpointer.progress)
         self._session = self._make_session(run)
         self._session.close_with(self)
-        self._foresight = make_foresight(self._options) if self._options.prefetch_epochs else None
         run.read_first(self._session.waker())
         self._take_from(run)
         # The first window is read before the workers start: they find their tickets waiting.
@@ -143,38 +138,10 @@ class WorkerIterator(BaseIterator[T_co]):
         if first is not self._options or options is not self.asked:
             self._options, self.asked = options.with_workers_of(first), options
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
-        progress, epoch = start.checkpointer.progress, self._epoch_of(start)
-        run, plan = None, iter(start.plan)
-        if self._foresight is not None:
-            run, plan = self._foresight.compare(self._options, epoch, plan)
-            if self._foresight.told_in_vain:
-                self._runs.set_epochs.note_again()
-                epoch = epoch._replace(epochs=self._epochs())
-        if run is None:
-            run = self._make_run(epoch, plan, progress)
-            self._session.push(run)
-            run.read_first(self._session.waker())
-        else:
-            run.take_up(plan, progress, ErrorLimit(self._options, progress, run.faults))
-        self._take_from(run)
-
-    def _foresee(self) -> None:
-        """Begin the next run: all batches of this one are made, and are there to be taken."""
-        if self._foresight is not None and self.is_usable:
-            self._foresight.foresee(self._options, self._epochs(), self._run.epoch.epochs, self._begin_ahead)
-
-    def _begin_ahead(self, keys: list[Any], progress: Progress, epochs: tuple[Told, ...], *, is_whole: bool) -> Run:
-        """Begin a run with the keys of its first batches, or of all, which nobody has asked for yet."""
-        key = EpochKey((int(self._base_seed), self._checkpointer.key[1] + 1, self._run.epoch.key[2]))
-        if self._options.seeds_here:
-            self._seeding.begin(key)
-        runs = self._runs
-        generators = runs.generator_keys.following(runs.generators(self._options))
-        epoch = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs, 0, runs.begun, generators)
-        run = self._make_run(epoch, iter(keys), progress)
+        run = self._make_run(self._epoch_of(start), start.plan, start.checkpointer.progress)
         self._session.push(run)
-        run.read_first(self._session.waker(), until=len(keys) + is_whole)
-        return run
+        run.read_first(self._session.waker())
+        self._take_from(run)
 
     def _take_from(self, run: Run) -> None:
         """Have consumers take from a run that has begun."""
@@ -254,8 +221,6 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _next(self, call: Call) -> Item:
         run = self._run
-        if run.ended:
-            self._foresee()
         if run.handoff.ready and self._session.pid == os.getpid() and (item := run.take(call)) is not None:
             try:
                 return item
@@ -283,8 +248,6 @@ class WorkerIterator(BaseIterator[T_co]):
     def take_ready(self, call: Call) -> Item | None:
         """Take what comes next if it is there, for this call; nothing is waited for."""
         run = self._run
-        if run.ended:
-            self._foresee()
         return run.take(call) if run.handoff.ready and self._session.pid == os.getpid() else None
 
     def _wait_started(self, started: Future[None]) -> None:
@@ -316,8 +279,6 @@ class WorkerIterator(BaseIterator[T_co]):
     def _take_or_ask(self, call: Call, asked_at: float, *, has_waited: bool) -> Item | None:
         """Take an item, or find out that there will be none, or do what can be done before waiting."""
         run = self._run
-        if run.ended:
-            self._foresee()
         if (item := run.take(call, asked_at if has_waited else 0.0)) is not None:
             return item
         self._check_usable()

@@ -12,7 +12,6 @@ from tests.faults import chaos
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    pytest.mark.filterwarnings("ignore:prefetch_epochs has no effect:UserWarning"),
 ]
 
 SLOW = pytest.mark.slow

@@ -249,7 +249,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "stream in a worker": (Places, {**THREADS, "num_workers": 1}),
     "awaited": (Awaited, {}),
     "several at once": (Counting, {"concurrency": 2, **THREADS}),
-    "next epoch ahead": (Counting, {"prefetch_epochs": 1, "shuffle": True, **THREADS}),
 }
 NEVER = 1 << 30
 """No moment. From Python 3.14 on a function is traced by instruction from its second call on: this is its first."""
@@ -302,9 +301,7 @@ class Epochs:
             state, _ = json.loads(text)
             rest: list[int] = []
             if not state["finished"]:  # what it resumes with then is the next epoch
-                resumed = DataLoader(
-                    self._make(), **{**self._options, "persistent_workers": False, "prefetch_epochs": 0}
-                )
+                resumed = DataLoader(self._make(), **{**self._options, "persistent_workers": False})
                 resumed.load_state_dict(state)
                 take(self.iterate(resumed, len(seen)), rest)
             assert sorted(seen + rest) == self.expected, (seen, rest, state)

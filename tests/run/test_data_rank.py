@@ -193,17 +193,3 @@ def test_the_state_of_any_rank_serves_an_elastic_sampler() -> None:
     second = of_rank(1)
     second.load_state_dict(state)
     assert torch.equal(torch.cat(list(second)), torch.cat(whole[1:]))
-
-
-def test_an_epoch_begun_ahead_has_it_too() -> None:
-    """With `prefetch_epochs`, the run that is begun ahead has this rank in its seeds: it is the one that is taken."""
-    options: dict[str, Any] = {"persistent_workers": True, "seeding_rank": 2}
-    plain, ahead = noisy(**options), noisy(**options, prefetch_epochs=1)
-    first = list(ahead)
-    iterator: Any = inside.newest_iterator(ahead)
-    begun = inside.foreseen(iterator).run
-    second = list(ahead)
-    assert inside.run(iterator) is begun
-    assert torch.equal(torch.cat(first + second), torch.cat([batch for _ in range(2) for batch in plain]))
-    plain.close()
-    ahead.close()

@@ -305,12 +305,6 @@ def test_workers_that_come_and_go_in_the_middle() -> None:
     assert found == samples(Drawing(), batch_size=4)[:LENGTH]
 
 
-def test_an_epoch_that_is_begun_ahead() -> None:
-    """Its samples are those of one that is begun when it is asked for."""
-    options: dict[str, Any] = {"num_workers": 1, "batch_size": 4, "persistent_workers": True}
-    assert samples(Drawing(), **options, prefetch_epochs=1) == samples(Drawing(), **options)
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_rows_in_memory_are_gathered_as_ever(num_workers: int) -> None:
     """Nothing is drawn for them."""

@@ -65,8 +65,6 @@ class Plan:
         may_change = plan.kind not in STREAMS and (place or where) != "here"
         changes = chance.sample(range(60), chance.choice([0, 0, 2, 6]) * may_change)
         crews = {after: chance.randint(1, 4) for after in changes}
-        if plan.loader["persistent_workers"] and plan.kind not in STREAMS:
-            plan.loader["prefetch_epochs"] = chance.choice([0, 1])
         if plan.kind not in STREAMS:
             plan.loader["max_tasks_per_child"] = chance.choice([None, None, 1, 4, 15])
             if chance.random() < 0.2:
@@ -84,7 +82,7 @@ class Plan:
         if place == "thread":
             loader["worker_backend"] = "thread"
         else:
-            loader |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "prefetch_epochs": 0}
+            loader |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
             loader["max_workers"] = None
             if not is_async:
                 loader["timeout"] = 0
@@ -147,7 +145,7 @@ class Plan:
 
     def undisturbed(self) -> Plan:
         """Return the run with the same data, one worker (but for streams, which they divide) and no faults."""
-        loader = {**self.loader, "timeout": 0, "on_timeout": "raise", "scheduling": "static", "prefetch_epochs": 0}
+        loader = {**self.loader, "timeout": 0, "on_timeout": "raise", "scheduling": "static"}
         loader["max_tasks_per_child"] = None
         if self.kind not in STREAMS and self.place != "here":
             loader |= {"num_workers": 1, "max_workers": None}

@@ -58,13 +58,8 @@ class Crew:
         if place == "thread":
             options["worker_backend"] = "thread"
         if persistent:
-            options |= {"persistent_workers": True, "prefetch_epochs": chance.choice([0, int(seeding != "worker")])}
+            options["persistent_workers"] = True
         return cls(place, options)
-
-    @property
-    def reads_on(self) -> bool:
-        """Whether the loader draws the order of the next epoch in this one."""
-        return bool(self.options.get("prefetch_epochs"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +166,7 @@ class Plan:
         persistent = "here" not in places and chance.random() < 0.4
         crews = [Crew.draw(chance, each, seeding, persistent=persistent) for each in places]
         shares_generators = how == "in a block" and any(crew.place in _SHARING for crew in crews)
-        consumer = chance.choice(_consumers(sampling, generator, crews, shares_generators))
+        consumer = chance.choice(_consumers(sampling, generator, shares_generators))
         draws_on = sampling.disturbs_others(generator in ("the sampler's", "both"))
         successors = _ELSEWHERE if draws_on else _successors(consumer, shares_generators)
         cuts = [Cut.draw(chance, successors) for _ in range(count)]
@@ -247,10 +242,9 @@ def _places(chance: random.Random, place: str | None, count: int, how: str, samp
     return [first, *(chance.choice(others) for _ in range(count - 1))]
 
 
-def _consumers(sampling: Sampling, generator: str, crews: list[Crew], shares_generators: bool) -> list[str]:
+def _consumers(sampling: Sampling, generator: str, shares_generators: bool) -> list[str]:
     """Return what the consumer may do without changing the order itself."""
-    is_mixed = sampling.disturbs_others(generator in ("the sampler's", "both")) or any(c.reads_on for c in crews)
-    if is_mixed:
+    if sampling.disturbs_others(generator in ("the sampler's", "both")):
         return ["nothing"]
     return ["nothing", "another loader", *["draws"] * (not shares_generators)]
 
