@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import Value
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,6 +46,12 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
+def in_a_block() -> float:
+    """Draw in a block."""
+    with sample_seed():
+        return random.random()
+
+
 class Programs:
     """Samples of which each does something else.
 
@@ -73,9 +80,10 @@ class Programs:
         for _ in range(chooses.randint(1, 5)):
             choice = chooses.choice(
                 [*DRAWS, "own", "shift", "wait", "wait", "wait", "tasks", "in time", "block", "rng"]
+                + ["thread"] * (depth == 0)  # blocks of threads of one sample would be counted as they come
             )
             if choice == "wait":
-                await turns(chooses.randint(1, 9))
+                await turns(chooses.choice([1, 2, 4, 9, 80]))
             elif choice == "rng":
                 found.append(sample_rng().random())
             elif choice in ("tasks", "in time"):
@@ -87,8 +95,9 @@ class Programs:
             elif not draws:
                 continue
             elif choice == "block":
-                with sample_seed():
-                    found.append(random.random())
+                found.append(in_a_block())
+            elif choice == "thread":
+                found.append(await asyncio.to_thread(in_a_block))
             else:
                 found.append(
                     self.own.random() if choice == "own" else
@@ -218,10 +227,11 @@ def alone(program: Callable[[], Any], number: int) -> Any:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    programs=st.lists(st.lists(st.sampled_from([*DRAWS, "wait"]), max_size=8), min_size=1, max_size=5),
+    programs=st.lists(st.lists(st.sampled_from([*DRAWS, "wait", "wait"]), max_size=8), min_size=1, max_size=9),
     order=st.integers(0, 10**6),
+    quiet=st.integers(1, 4),
 )
-def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]], order: int) -> None:
+def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]], order: int, quiet: int) -> None:
     """By hand: which sample goes on, or begins, is drawn."""
     chooses = random.Random(order)
 
@@ -231,7 +241,7 @@ def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]
             found.append(await asyncio.sleep(0) if choice == "wait" else DRAWS[choice]())
         return found
 
-    with left_alone():
+    with left_alone(), mock.patch("asyncloader.seeding.switch._QUIET", quiet):
         expected = [alone(lambda each=each: sample(each), number) for number, each in enumerate(programs)]
         switch = GeneratorSwitch(Seeder((1, 2, 3)))
         left = dict(enumerate(programs))
@@ -247,10 +257,86 @@ def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]
                 coroutine.send(None)
             except StopIteration as end:
                 del going[number]
-                if not draws.is_void:  # otherwise once more
+                if not switch.is_void(draws.watch):  # otherwise once more
                     found[number] = end.value
                     del left[number]
     assert [found[number] for number in range(len(programs))] == expected
+
+
+def quiet_steps(switch: GeneratorSwitch) -> None:
+    """Make samples that draw nothing, until steps are left alone."""
+    while switch.watch is None:
+        with pytest.raises(StopIteration):
+            steps(switch, SampleDraws(0, 0), turns(0)).send(None)
+
+
+@pytest.mark.parametrize("ends", ["task", "thrown", "collation"])
+def test_a_late_draw_is_seen_whatever_comes_before_the_sample_is_there(ends: str) -> None:
+    """A step of a task that began before, an exception that reaches another sample, a batch that is collated."""
+
+    async def late() -> float:
+        number = random.random()
+        await asyncio.sleep(0)
+        return number
+
+    with left_alone():
+        switch = GeneratorSwitch(Seeder((1, 2, 3)))
+        other = SampleDraws(1, 0)
+        task = steps(switch, other.of_task() if ends == "task" else other, turns(2))
+        task.send(None)
+        quiet_steps(switch)
+        draws = SampleDraws(2, 0)
+        sample = steps(switch, draws, late())
+        sample.send(None)
+        if ends == "task":
+            task.send(None)
+        elif ends == "thrown":
+            with pytest.raises(KeyError):
+                task.throw(KeyError())
+        else:
+            with switch.seeded(3, 0):
+                pass
+        with pytest.raises(StopIteration):
+            sample.send(None)
+        assert switch.is_void(draws.watch)
+
+
+def test_a_sample_is_made_once_more_if_its_task_drew_late() -> None:
+    """The sample itself has not gone on since steps were left alone."""
+
+    async def late() -> float:
+        await asyncio.sleep(0)
+        return random.random()
+
+    with left_alone():
+        switch = GeneratorSwitch(Seeder((1, 2, 3)))
+        draws = SampleDraws(1, 0)
+        waits = steps(switch, draws, turns(1))
+        task = steps(switch, draws.of_task(), late())
+        for each in (waits, task):
+            each.send(None)
+        quiet_steps(switch)
+        for each in (task, waits):
+            with pytest.raises(StopIteration):
+                each.send(None)
+        assert switch.is_void(draws.watch)
+
+
+def test_draws_beside_blocks_of_threads_depend_on_the_seed_alone() -> None:
+    """Also where the first samples have neither."""
+
+    class Mixed:
+        def __len__(self) -> int:
+            return 2 * LENGTH
+
+        async def __getitem__(self, index: int) -> Any:
+            await turns(1)
+            number = random.random() if index > LENGTH and index % 2 else 0.0
+            return index, number, await asyncio.to_thread(in_a_block) if index > LENGTH else 0.0
+
+    expected = run(Mixed(), concurrency=1, shuffle=False)
+    for options in ({"concurrency": 16}, {"concurrency": 5, "num_workers": 2}):
+        assert run(Mixed(), shuffle=False, **options) == expected
 
 
 def test_a_sample_that_raises_or_is_cancelled_leaves_the_others_alone() -> None:
@@ -327,12 +413,6 @@ class Awaiting(Blocking):
     async def __getitem__(self, index: int) -> Any:
         await turns(3)
         return index, self.draw()
-
-
-def in_a_block() -> float:
-    """Draw in a block."""
-    with sample_seed():
-        return random.random()
 
 
 @pytest.mark.usefixtures("unwarned")

@@ -3,18 +3,19 @@
     sample 7:  [ step ] waits .................... [ step ]            a step: from one await to the next
     sample 8:            [ step ] waits . [ step ]
 
-    seeded    before a step the generators are seeded for its sample, and get the states back that its earlier steps
-              have left; after it, the states of those that it has moved are put away
-    watched   steps are left alone; when a sample is there, a look says whether a generator has moved meanwhile
+    looked at   after each step a look says whether the sample has moved a generator
+    in one piece  a look when a sample is there says whether one of those in flight has
+    seeded      before a step the generators are seeded for its sample, and get the states back that its earlier steps
+                have left; after it, the states of those that it has moved are put away
 
-Seeding takes 10 us a step, the look 0.1 us a sample. So samples are seeded until the first ones have drawn nothing, and
-then watched. Until one has drawn, first steps are not seeded: most samples wait before they draw, and of thousands that
-begin at once most are watched when they go on. A sample that draws in its first step is made once more. If a generator
-has moved later on, one of the samples in flight has drawn from what was nobody's: those samples are made once more when
-they are there, seeded, as all later ones of the run are.
+Seeding takes 10 us a step, a look at each step 1.5 us a sample, and a look at each sample 0.1 us. So steps are looked
+at until the first samples have drawn nothing, and then samples are made in one piece. The first draw that is seen, and
+the first `sample_seed` block, begin the seeding, which goes on to the end of the run: samples that may have drawn
+before are made once more, seeded. That is one sample where steps are looked at, and those in flight where samples are
+made in one piece.
 
 Tasks that a sample begins (``asyncio.gather``, a TaskGroup) have draws of their own, by the order in which the
-sample begins them. Steps that are seeded hold the lock of `sample_seed` blocks: blocks of threads wait for their end.
+sample begins them. Steps hold the lock of `sample_seed` blocks: blocks of threads wait for their end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import types
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -37,8 +37,8 @@ from asyncloader.seeding.turns import turn
 
 log = logging.getLogger("asyncloader")
 
-_QUIET = 32
-"""So many samples that draw nothing end the seeding."""
+_QUIET = 8
+"""After so many samples that draw nothing, samples are made in one piece."""
 
 _NOBODY = -1
 """The part of a seed that no sample draws from."""
@@ -49,41 +49,41 @@ _WAY_OUT = (
 )
 
 
+class _Watch:
+    """What samples hold that may have drawn from generators that are seeded for none of them."""
+
+
+_DREW = _Watch()
+
+
 class SampleDraws:
     """What a sample draws from, or a task that it has begun.
 
     Args:
         number: The number that is seeded with, and
         part: the part of it; see `Seeder`.
+        sample: The draws of the sample that has begun the task.
 
     Attributes:
         states: The generators that earlier steps have moved, with the states that these have left.
-        is_first: No step of the sample has ended. Of a task, whose samples have begun, it is false.
-        is_void: It drew before it was seeded: the sample is to be made once more.
-        is_over: The last step has ended.
-        watch: The rest of the sample was made in one piece, under this `Steps.watch`.
+        sample: That of the sample, which is made once more if one of its tasks has drawn before the seeding.
+        watch: The `Steps.watch` under which the sample, or a task of it, is made in one piece.
     """
 
-    __slots__ = ("_num_tasks", "is_first", "is_over", "is_task", "is_void", "number", "part", "states", "watch")
+    __slots__ = ("_num_tasks", "number", "part", "sample", "states", "watch")
 
-    def __init__(self, number: int, part: int, *, is_task: bool = False) -> None:
+    def __init__(self, number: int, part: int, sample: SampleDraws | None = None) -> None:
         self.number = number
         self.part = part
+        self.sample = sample or self
         self.states: list[tuple[Any, Any]] = []
-        self.is_over = self.is_void = False
-        self.is_task = is_task
-        self.is_first = not is_task
         self.watch: _Watch | None = None
         self._num_tasks = 0
 
     def of_task(self) -> SampleDraws:
         """Return what the next task draws from that is begun in a step of this."""
         self._num_tasks += 1
-        return SampleDraws(self.number, mix(self.part, self._num_tasks), is_task=True)
-
-
-class _Watch:
-    """What samples hold that are made in one piece, as nobody looks at their steps."""
+        return SampleDraws(self.number, mix(self.part, self._num_tasks), self.sample)
 
 
 class Steps:
@@ -96,15 +96,15 @@ class Steps:
 
     watch: _Watch | None = _Watch()
 
-    def is_void(self, watch: _Watch) -> bool:
-        """Whether a sample that began with this `watch`, and is there, is to be made once more."""
+    def is_void(self, watch: _Watch | None) -> bool:
+        """Whether a sample that was made under this `watch`, and is there, is to be made once more."""
         return False
 
     def begin(self, draws: SampleDraws) -> None:
         """Begin a step of a sample."""
 
-    def end(self, draws: SampleDraws) -> None:
-        """End it."""
+    def end(self, draws: SampleDraws, *, is_last: bool) -> None:
+        """End it; the last step of the sample, or of its task."""
 
 
 class DrawWatch(Steps):
@@ -123,7 +123,7 @@ class DrawWatch(Steps):
     def __init__(self, *, is_alone: bool) -> None:
         self.watch = _Watch() if DrawWatch.has_warned else None
         self._is_alone = is_alone
-        self._positions = positions(GLOBAL)
+        self._positions = positions()
         self._before: Any = None
 
     def look(self) -> Any:
@@ -152,7 +152,7 @@ class DrawWatch(Steps):
         """Begin a step."""
         self._before = self.look()
 
-    def end(self, draws: SampleDraws) -> None:
+    def end(self, draws: SampleDraws, *, is_last: bool) -> None:
         """End it."""
         self.compare(self._before)
 
@@ -166,49 +166,47 @@ class GeneratorSwitch(Steps):
     """
 
     def __init__(self, seeder: Seeder, *, warns: bool = True) -> None:
+        self.watch = None
         self._seeder = seeder
         self._generators = (*GLOBAL, *seeder.own)
-        self._positions = positions(self._generators)
+        self._positions = positions(seeder.own)
         self._mark: Any = None  # where the generators were left
-        self._num_blocks = 0
         self._clear()
-        self._thread = threading.get_ident()
         self._running: SampleDraws | None = None
-        self.watch = None
-        self._void: weakref.ref[_Watch] | None = None
         self._last: SampleDraws | None = None  # whom they were seeded for
         self._num_quiet = 0
-        self._draws = False
+        self._seeds = False
+        self._void: weakref.ref[_Watch] | None = None
         self._warns = warns
 
     def begin(self, draws: SampleDraws) -> None:
         """Begin a step of a sample."""
         turn().lock.acquire()
         self._running = draws
-        self._look_for_others()
-        if draws.is_first and not self._draws:  # most samples wait before they draw: seeding each would take 10 us
-            self._last = None
-        elif self._last is not draws:
-            self._seeder(draws.number, draws.part)
-            restore(draws.states)
-            self._last = draws
-        self._mark = self._positions()
+        if self._seeds:
+            self._look_for_others()
+            if self._last is not draws:
+                self._seeder(draws.number, draws.part)
+                restore(draws.states)
+                self._last = draws
+        if self.watch is None:  # otherwise a draw that no step has made is still to be seen
+            self._mark = self._positions()
 
-    def end(self, draws: SampleDraws) -> None:
+    def end(self, draws: SampleDraws, *, is_last: bool) -> None:
         """End it."""
         self._running = None
         now = self._positions()
-        if draws.states or now != self._mark:
-            draws.is_void |= draws.is_first and not self._draws
-            self.stay_seeded()
-            if not draws.is_over:
+        if self._seeds:
+            if not is_last and (draws.states or now != self._mark):
                 draws.states = states_of(self._moved(draws, now))
             self._mark = now
-        elif draws.is_over and not self._draws:
+        elif now != self._mark:
+            draws.sample.watch = _DREW
+            self.stay_seeded()
+        elif is_last:
             self._num_quiet += 1
             if self._num_quiet == _QUIET:
                 self.watch = _Watch()
-        draws.is_first = False
         turn().lock.release()
 
     def _moved(self, draws: SampleDraws, now: Any) -> Iterator[Any]:
@@ -218,45 +216,49 @@ class GeneratorSwitch(Steps):
             if there != here or id(generator) in before:
                 yield generator
 
-    def is_void(self, watch: _Watch) -> bool:
-        """Look whether a sample has drawn, while none was seeded; return whether this one may be it."""
-        if self.watch is not None and (now := self._positions()) != self._mark:
-            blocks, before = turn().num_blocks, self._num_blocks
-            self._num_blocks, self._mark = blocks, now
-            if blocks == before and turn().holder is None:
-                self.stay_seeded()
-        return watch is not self.watch
+    def is_void(self, watch: _Watch | None) -> bool:
+        """Whether a sample that was made under this `watch`, and is there, is to be made once more."""
+        self._look()
+        return watch is not None and watch is not self.watch
+
+    def _look(self) -> None:
+        """See whether a sample has drawn that is made in one piece."""
+        if self.watch is not None and self._positions() != self._mark:
+            self.stay_seeded()
+
+    def stay_seeded(self) -> None:
+        """Seed all steps from now on."""
+        if self.watch is not None:
+            self._void = weakref.ref(self.watch)
+        self.watch, self._seeds, self._mark = None, True, self._positions()
 
     def _look_for_others(self) -> None:
         """Say so, once, if somebody has drawn since the last step: a thread, which nobody can give its own draws."""
-        blocks = turn().num_blocks
-        if blocks == self._num_blocks and self._mark != self._positions():
-            self._last = None
-            if self._warns and (self._void is None or self._void() is None):  # those draw as well until they are there
-                self._warns = False
-                log.warning(
-                    "Something draws from the random generators of this worker while no sample runs on its loop: code "
-                    "that samples run on a thread (asyncio.to_thread), it seems. What threads draw depends on timing "
-                    "and on the number of workers. %s Or draw in a `with asyncloader.sample_seed():` block.",
-                    _WAY_OUT,
-                )
-        self._num_blocks = blocks
+        if self._mark == self._positions():
+            return
+        self._last = None
+        if self._warns and (self._void is None or self._void() is None):  # those draw as well until they are there
+            self._warns = False
+            log.warning(
+                "Something draws from the random generators of this worker while no sample runs on its loop: code "
+                "that samples run on a thread (asyncio.to_thread), it seems. What threads draw depends on timing "
+                "and on the number of workers. %s Or draw in a `with asyncloader.sample_seed():` block.",
+                _WAY_OUT,
+            )
 
     # ------------------------------------------------------------------------------------- blocks, and whole batches
 
     def leave(self) -> SampleDraws | None:
-        """Have a block begin: the step that it is in is interrupted. Returns what is to be gone on with."""
-        draws = self._running if threading.get_ident() == self._thread else None
+        """Have a block begin, in any thread that has the lock. Returns whose step it interrupts."""
+        draws = self._running
         if draws is not None:
-            self.end(draws)
-        elif self.watch is not None and threading.get_ident() == self._thread:
-            self.is_void(self.watch)
+            self.end(draws, is_last=False)
+        self.stay_seeded()  # samples in one piece would draw while a thread has a block
         return draws
 
     def go_on(self, draws: SampleDraws | None) -> None:
         """Go on after a block."""
-        self._last = None
-        self._clear()
+        self._last, self._mark = None, self._positions()
         if draws is not None:
             self.begin(draws)
 
@@ -264,6 +266,7 @@ class GeneratorSwitch(Steps):
     def seeded(self, number: int, part: int) -> Iterator[None]:
         """Seed for what is done once for a batch, between steps."""
         with turn().lock:
+            self._look()  # before the mark is another one
             self._seeder(number, part)
             try:
                 yield
@@ -274,13 +277,7 @@ class GeneratorSwitch(Steps):
     def _clear(self) -> None:
         """Have no generator keep a number for the next draw, as `random.gauss` does: that draw could not be seen."""
         self._seeder(0, _NOBODY)
-        self._num_blocks, self._mark = turn().num_blocks, self._positions()
-
-    def stay_seeded(self) -> None:
-        """Seed all steps from now on."""
-        if self.watch is not None:
-            self._void = weakref.ref(self.watch)
-        self.watch, self._draws = None, True
+        self._mark = self._positions()
 
     # -------------------------------------------------------------------------------------------------------- tasks
 
@@ -306,23 +303,23 @@ def steps(switch: Steps, draws: SampleDraws, coroutine: Coroutine[Any, Any, Any]
     """Run a coroutine, with the generators switched at each of its awaits."""
     step: Callable[[Any], Any] = coroutine.send
     value: Any = None
-    is_thrown = False
+    is_thrown = is_last = False
     while True:
-        if switch.watch is not None and not is_thrown and not (draws.states or draws.is_task):
-            draws.watch = switch.watch
+        if switch.watch is not None and not is_thrown:
+            draws.sample.watch = switch.watch
             return (yield from coroutine)
         switch.begin(draws)
         try:
             awaited = step(value)
         except StopIteration as end:
-            draws.is_over = True
+            is_last = True
             return end.value
         except BaseException:
-            draws.is_over = True
+            is_last = True
             raise
         finally:
             value = None  # its traceback refers to this frame
-            switch.end(draws)
+            switch.end(draws, is_last=is_last)
         try:
             value = yield awaited
             step, is_thrown = coroutine.send, False

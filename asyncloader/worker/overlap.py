@@ -296,8 +296,7 @@ class TaskFetcher(Overlap):
                     sample = await self._sample(job, position)
             except BaseException as raised:
                 error = raised
-            watch, is_void = (watch, False) if draws is None else (draws.watch, draws.is_void)
-            if job.is_over or not (is_void or (watch is not None and switch.is_void(watch))):
+            if job.is_over or not switch.is_void(watch if draws is None else draws.watch):
                 break  # otherwise once more: it drew before anything was seeded for it
         if job.is_over:
             _pass_on_cancellation(error)
