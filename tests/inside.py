@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncloader.seeding import turns
-from asyncloader.transport.slab import slab_pool
 
 if TYPE_CHECKING:
     from asyncloader.engine.session import Session
@@ -113,12 +112,6 @@ def accounts(pool: SlabPool) -> Accounts:
     regions = [region for region in pool._regions.values() if region.capacity]
     swept = [] if pool._swept is None else [pool._swept.number]
     return Accounts(regions, [*pool._cold._free], [*pool._free._by_age], swept, pool._reserved)
-
-
-def locked_bytes() -> int:
-    """Return how much of the slabs of this process is locked for a device."""
-    locks = slab_pool()._locks
-    return 0 if locks is None else locks.nbytes
 
 
 def region(pool: SlabPool, number: int) -> Region:

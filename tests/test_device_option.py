@@ -4,7 +4,6 @@ itself, so whatever relies on that is found out."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import random
 import sys
@@ -18,10 +17,8 @@ import pytest
 import torch
 
 from asyncloader import ConfigurationError, DataLoader, to_device
-from asyncloader.engine.portal import get_portal
 from asyncloader.errors import LoaderClosedError
 from asyncloader.run.device_iterator import DeviceIterator
-from asyncloader.transport import slab
 from tests import inside
 from tests.device.simulated import SimulatedDevice
 from tests.forks import forked
@@ -119,75 +116,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def locking(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-    """A device that locks slabs, of a pool of their own; in the end none is locked."""
-    monkeypatch.setenv("ASYNCLOADER_LOCKED_MEMORY", "1GB")
-    monkeypatch.setattr(slab, "_pools", {})
-    device, pool = SimulatedDevice(most_locks=1000), slab.slab_pool()
-    yield device
-    device.finish()
-    gc.collect()
-
-    async def close() -> bool:
-        pool.trim()
-        if is_unused := not inside.accounts(pool).regions:
-            pool.close()
-        return is_unused
-
-    wait_until(lambda: get_portal().run(close()).result())
-    assert device.locked == {}
-
-
-@pytest.fixture(params=["pinned", "from slabs", "from locked slabs"])
+@pytest.fixture(params=["pinned", "from slabs"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     """Batches are copied into memory that takes the place of page-locked memory, or go out of the slabs themselves."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    is_locking = request.param == "from locked slabs"
-    device = request.getfixturevalue("locking") if is_locking else SimulatedDevice(pins=request.param == "pinned")
+    device = SimulatedDevice(pins=request.param == "pinned")
     yield device
     device.run()
     assert device.faults == []
     assert device.pids == {os.getpid()}, "a worker has used the device"
     device.finish()
-
-
-def test_locked_slabs_are_not_copied_before_the_device_copies(locking: SimulatedDevice) -> None:
-    """From their second use on; each has its batch until the device has it, however late that is."""
-    loader = make(
-        device=locking,
-        num_workers=1,
-        scheduling="dynamic",
-        persistent_workers=True,
-        device_prefetch=3,
-        seeding="sample",
-    )
-    for _ in range(3):
-        assert collect(loader, locking) == ALL
-    assert locking.faults == []
-    assert locking.in_place > COUNT // 2
-    assert 0 < sum(locking.locked.values()) <= 1 << 30
-    loader.close()
-
-
-@pytest.mark.parametrize("bound", ["0", "", None])
-def test_slabs_are_locked_only_if_that_is_asked_for(
-    locking: SimulatedDevice, bound: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has not been measured on a GPU yet."""
-    if bound is None:
-        monkeypatch.delenv("ASYNCLOADER_LOCKED_MEMORY")
-    else:
-        monkeypatch.setenv("ASYNCLOADER_LOCKED_MEMORY", bound)
-    assert collect(make(device=locking, num_workers=1), locking) == ALL
-    assert locking.locked == {}
-
-
-def test_a_bound_of_locked_memory_that_is_none(locking: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error names the variable."""
-    monkeypatch.setenv("ASYNCLOADER_LOCKED_MEMORY", "much")
-    with pytest.raises(ConfigurationError, match="ASYNCLOADER_LOCKED_MEMORY should be a number of bytes"):
-        next(iter(make(device=locking, num_workers=1)))
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")

@@ -31,8 +31,6 @@ from asyncloader.threads import copied
 
 log = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable
-
 
 class Mark(Protocol):
     """A place in a stream. An event of torch's is one."""
@@ -93,9 +91,6 @@ class Device:
     overlaps = False
     """Whether a copy runs beside what the consumer does."""
 
-    locks_pages = False
-    """Whether it copies by itself from memory whose pages it has locked; `pin` leaves that as it is."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._underway: deque[_Underway] = deque()
@@ -116,14 +111,6 @@ class Device:
     def pin(self, batch: Any) -> Any:
         """Return a copy of a batch in page-locked memory, as torch's loader makes it."""
         return pin_memory(batch, self.device.type)  # type: ignore[no-untyped-call]
-
-    def lock(self, address: int, nbytes: int) -> bool:
-        """Lock pages of this process, if it `locks_pages`; return whether that could be done."""
-        return False
-
-    def unlock(self, address: int) -> bool:
-        """Unlock what was locked at an address; return whether that could be done."""
-        return False
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
         """Have what is asked of the device in here be done on the stream of the copies."""
@@ -234,27 +221,6 @@ class StreamDevice(Device):
     """
 
     overlaps = True
-
-    @property
-    def locks_pages(self) -> bool:  # type: ignore[override]
-        """Whether it copies by itself from memory whose pages it has locked; `pin` leaves that as it is."""
-        return self.device.type == "cuda"
-
-    def lock(self, address: int, nbytes: int) -> bool:
-        """Lock pages of this process, for all devices; return whether that could be done."""
-        return self._cudart("cudaHostRegister", address, nbytes, _PORTABLE)
-
-    def unlock(self, address: int) -> bool:
-        """Unlock what was locked at an address; return whether that could be done."""
-        return self._cudart("cudaHostUnregister", address)
-
-    def _cudart(self, name: str, *arguments: int) -> bool:
-        try:
-            with self._torch.device(self.device):  # the thread may have no device yet
-                return int(getattr(self._torch.cudart(), name)(*arguments)) == 0
-        except Exception:  # then it is done without
-            log.warning("%s has failed.", name, exc_info=True)
-            return False
 
     @cached_property
     def _torch(self) -> Any:

@@ -2,8 +2,7 @@
 
     loop thread ── finish(make, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
 
-The slab that the batch came in is free again when the copy is made; or, where slabs are locked for the device, when
-that has copied them by itself.
+The slab that the batch came in is free again when the copy is made.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 
 from asyncloader import threads
 from asyncloader.device.device import Device
-from asyncloader.device.moving import tensors_in
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -31,25 +29,17 @@ class Finisher:
 
     Args:
         loop: On which the outcome is told.
-        device: The accelerator that batches are pinned for; None for no pinning.
-        lock: Locks pages that the device may copy from, of those with these addresses; they are not copied before.
-
-    Attributes:
-        pins: Batches are pinned.
+        device: The accelerator that batches are pinned for.
     """
 
-    def __init__(
-        self, loop: GuardedLoop, device: Device | None, lock: Callable[[list[int]], object] | None = None
-    ) -> None:
+    def __init__(self, loop: GuardedLoop, device: Device) -> None:
         self._loop = loop
-        self._lock = lock
-        self.pins = device is not None
         self._device = device
         self._queue: queue.SimpleQueue[tuple[Callable[[], Outcome], Tell] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def finish(self, make: Callable[[], Outcome], tell: Tell) -> None:
-        """Have a batch pinned, if that is to be.
+        """Have a batch pinned.
 
         Args:
             make: Returns the batch. The thread drops it, with the data that it refers to, before these are pinned.
@@ -79,8 +69,7 @@ class Finisher:
 
     def _finish_all(self) -> None:
         torch.set_num_threads(1)
-        if self._device is not None:
-            self._device.select()
+        self._device.select()
         while (job := self._queue.get()) is not None:
             make: Any
             batch: Outcome | None
@@ -91,18 +80,11 @@ class Finisher:
                 batch = make()
                 make = None
                 began = perf_counter()
-                if self._device is not None:
-                    if self._lock is not None:
-                        self._lock(_addresses(batch.data))
-                    batch = batch._replace(data=_pinned(batch.data, self._device))
+                batch = batch._replace(data=_pinned(batch.data, self._device))
             except BaseException as raised:
                 batch, error = None, raised
             self._loop.call_soon_threadsafe(tell, batch, error, perf_counter() - began)
             del make, tell, batch, error
-
-
-def _addresses(data: Any) -> list[int]:
-    return [each.data_ptr() for each in tensors_in(data, "cpu", opens=True)]
 
 
 def _pinned(data: Any, device: Device) -> Any:

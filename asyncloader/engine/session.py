@@ -102,7 +102,6 @@ class Session:
         self.run = run
         self._last: Run | None = None  # the run before, if all of it was made; it may still be taken from
         self._finisher = finisher
-        self._pins = finisher is not None and finisher.pins
         self.supervisor = supervisor
         self._next_runs: deque[Run] = deque()
         self._closed = threading.Event()
@@ -342,7 +341,7 @@ class Session:
         times: Any = None
         if outcome.kind == Kind.BATCH:
             times = run.meter.made(worker, record, ticket.sent_at, arrived_at, max(outcome.nbytes, 0), ticket.batch)
-            if not self._pins:
+            if self._finisher is None:
                 times = run.meter.came(ticket.batch, [times])
         elif outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
             keys = None if run.is_stream else run.named(ticket).keys  # a stream has no indices
@@ -360,10 +359,9 @@ class Session:
             if outcome.kind == Kind.LEFT_OUT:
                 run.faults.left_out.append(run.named(ticket).keys)
             return run.scheduler.ready(item.batch, item)
-        if not self._pins:
+        if self._finisher is None:
             return run.scheduler.ready(item.batch, item, outcome.nbytes)
         emptied = item._replace(outcome=outcome._replace(data=None))
-        assert self._finisher is not None
         self._finisher.finish([outcome].pop, partial(self._on_finished, run, emptied))
         return []
 

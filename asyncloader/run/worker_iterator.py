@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader
 from asyncloader.backends.backend import END_GRACE_S
 from asyncloader.backends.processes.pool import WorkerHandle
 from asyncloader.backends.processes.process import WorkerProcess
-from asyncloader.checks import as_bytes
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call, Progress
@@ -38,14 +37,12 @@ from asyncloader.run import home_loop, workplace
 from asyncloader.run.base_iterator import BaseIterator, check_owner
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
-from asyncloader.transport.slab import slab_pool
 from asyncloader.weak import while_alive
 from asyncloader.worker.bootstrap import refuse_in_main
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 T_co = TypeVar("T_co", covariant=True)
 
-_LOCKED_MEMORY = "ASYNCLOADER_LOCKED_MEMORY"  # off unless it is set: no GPU has shown yet what it gains
 _ANSWER_S = 10.0  # the loop answers within a second; where a machine is overloaded, starting a worker takes some
 
 
@@ -176,20 +173,10 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _make_session(self, run: Run) -> Session:
         spec, tell = self._worker_spec(), while_alive(self.note_number, None)
-        self._lock = self._find_lock()  # which may raise, before anything is prepared for workers
         return workplace.make_session(self._options, self._runs, spec, run, self._home, self._make_finisher, tell)
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
-        return None if self._pinner is None else Finisher(loop, self._pinner, self._lock)
-
-    def _find_lock(self) -> Callable[[list[int]], object] | None:
-        """Return what locks slabs for the device that batches are sent to: they are used again when it has copied."""
-        device, most = self._pinner, as_bytes(_LOCKED_MEMORY, os.environ.get(_LOCKED_MEMORY) or "0")
-        if self._options.device is None or device is None or not device.locks_pages or not most:
-            return None
-        slabs = slab_pool()
-        slabs.lock_for(device, most)
-        return slabs.lock
+        return None if self._pinner is None else Finisher(loop, self._pinner)
 
     def note_number(self, num_workers: int, in_all: int) -> None:
         """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""

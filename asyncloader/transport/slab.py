@@ -20,7 +20,7 @@ import os
 import threading
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from asyncloader.transport.arena import Arena, Extents
 from asyncloader.transport.budget import Budget
 from asyncloader.transport.free_list import FreeList, Region
 from asyncloader.transport.loans import LeaseRef, capacity_for, exporter_at
-from asyncloader.transport.page_locks import LocksPages, PageLocks
 
 PERIOD_S = 5.0  # use is looked at in periods: what neither this one nor the last one needed is given back
 LOSS_BYTES = 32 << 20  # with more than that unused in regions on lease, they have to fit better
@@ -107,7 +106,6 @@ class SlabPool:
         self._forks: dict[int, _Fork] = {}  # by thread, between the hooks of a fork
         self._forked: set[_Fork] = set()  # whose ends are waited for
         self._starting: dict[int, tuple[object, list[Region]]] = {}  # by thread: the worker, what its fork shows it
-        self._locks: PageLocks | None = None
 
     def __repr__(self) -> str:
         reserved, free, leased = self.statistics()
@@ -158,28 +156,6 @@ class SlabPool:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-
-    # ------------------------------------------------------------------------------------------------- page locks
-    def lock_for(self, device: LocksPages, most: int) -> None:
-        """Have `lock` lock regions for a device, the first that this is called for, up to so many bytes."""
-        self._locks = self._locks or PageLocks(device, most)
-
-    def lock(self, addresses: Iterable[int]) -> None:
-        """Lock the regions with these addresses, as far as they are slabs on lease. In a thread that pins."""
-        arena, locks = self._arena, self._locks
-        if arena is None or locks is None:
-            return
-        for address in addresses:
-            if (region := self._leased_at(address - arena.base)) is not None:
-                locks.lock(region.number, arena.base + region.offset, region.capacity)
-
-    def _leased_at(self, offset: int) -> Region | None:
-        """Return the region on lease with this byte of the arena. In any thread, if it stays on lease meanwhile."""
-        for number in self._leases.copy():
-            region = self._regions.get(number)
-            if region is not None and region.offset <= offset < region.offset + region.capacity:
-                return region
-        return None
 
     # ------------------------------------------------------------------------------------------ regions come and go
     def obtain(self, nbytes: int, may_carve: bool) -> Region | None:
@@ -261,9 +237,8 @@ class SlabPool:
             if (region := self._swept) is None:
                 return
             piece = min(region.capacity, SWEEP_BYTES)
-            is_unlocked = self._locks is None or self._locks.unlock(region.number)
-            if not is_unlocked or self._arena is None or not self._arena.punch(region.offset, piece):
-                # The platform cannot punch holes, or unlock pages: what is reserved stays, to be used again.
+            if self._arena is None or not self._arena.punch(region.offset, piece):
+                # The platform cannot punch holes: what is reserved stays, to be used again.
                 self._can_sweep, self._swept = False, None
                 self._free.put(region)
                 return

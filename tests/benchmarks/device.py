@@ -5,7 +5,7 @@ costs is the ratio. Batches of 38.5 MB (64 pictures of 3 x 224 x 224 float32) an
 converted on the GPU). A step is one of a convolutional network (torchvision's ResNet-50 where that is installed), or
 one that keeps the stream busy for as long and computes nothing. Sides: torch's DataLoader with pin_memory and
 ``non_blocking=True``; that with a side stream (our `to_device`); SPDL's `transfer_tensor` where it is installed; ours
-with ``device="cuda"``, also with slabs that are locked for the GPU. CPU seconds are those of all processes.
+with ``device="cuda"``. CPU seconds are those of all processes.
 
 Then the bandwidth of the copies alone, without a step, against ``copy_`` out of page-locked memory.
 
@@ -22,7 +22,6 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
@@ -92,12 +91,6 @@ def ours(dataset: Any) -> Iterable[torch.Tensor]:
     return DataLoader(dataset, PICTURES, num_workers=WORKERS, device="cuda")
 
 
-def ours_locked(dataset: Any) -> Iterator[torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ASYNCLOADER_LOCKED_MEMORY", "4GB")
-        return iter(DataLoader(dataset, PICTURES, num_workers=WORKERS, device="cuda"))
-
-
 def spdl(dataset: Any) -> Iterator[torch.Tensor]:
     from spdl.io import transfer_tensor  # type: ignore[import-not-found]
 
@@ -156,19 +149,17 @@ def measure(bench: Bench) -> None:
     count, rounds = (50, 2) if bench.quick else (200, 5)
     sides: dict[str, Callable[[Any], Iterable[torch.Tensor]]] = {
         "on the GPU already": there, "torch": plain, "torch, side stream": side_stream, "ours": ours,
-        "ours, locked slabs": ours_locked,
     }  # fmt: skip
     if find_spec("spdl") is not None:
         sides["SPDL"] = spdl
     for kind, dtype in (("float32", torch.float32), ("bytes", torch.uint8)):
         for name, step in (("a network", network()), ("sleeping", sleeping)):
             runs = {side: partial(steps, make, dtype, step, count) for side, make in sides.items()}
-            targets = {"ours": Target("<=", 1.02), "ours, locked slabs": Target("<=", 1.02)}
+            targets = {"ours": Target("<=", 1.02)}
             bench.compare(f"{kind}, {name}", "ms/step", runs, rounds=rounds, targets=targets)
     most = copies(4 * count)
     bench.note("copies", **{"GB/s": most})
-    for side in ("ours", "ours, locked slabs"):
-        bench.check(f"bandwidth of {side} against copies", bandwidth(sides[side], count) / most, Target(">=", 0.95))
+    bench.check("bandwidth of ours against copies", bandwidth(sides["ours"], count) / most, Target(">=", 0.95))
 
 
 if __name__ == "__main__":

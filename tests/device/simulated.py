@@ -83,12 +83,9 @@ class SimulatedDevice(Device):
 
     Args:
         pins: It copies batches into memory for it, as if that were page-locked; otherwise they are as they are.
-        most_locks: How often it locks pages before it refuses; None: it cannot.
 
     Attributes:
-        locked: What it has locked: addresses, and how many bytes there.
         faults: What a real device would have got wrong without a word.
-        in_place: How many tensors it has not copied, because they were in page-locked memory.
         blocked: How often a thread was blocked until a mark had passed.
         pids: Processes that have used it.
         threads: Names of threads that have.
@@ -97,15 +94,13 @@ class SimulatedDevice(Device):
 
     overlaps = True
 
-    def __init__(self, *, pins: bool = True, most_locks: int | None = None) -> None:
+    def __init__(self, *, pins: bool = True) -> None:
         super().__init__(torch.device("cpu"))
         self._pins = pins
-        self.locks_pages, self._locks_left = most_locks is not None, most_locks or 0
-        self.locked: dict[int, int] = {}
         self.copies, self.steps = Stream(), Stream()
         self._current = threading.local()
         self.faults: list[str] = []
-        self.blocked = self.pinned = self.in_place = self.used = self.most = 0
+        self.blocked = self.pinned = self.used = self.most = 0
         self.pids: set[int] = set()
         self.threads: set[str] = set()
         self.generator = torch.Generator()
@@ -162,26 +157,7 @@ class SimulatedDevice(Device):
     def pin(self, batch: Any) -> Any:
         self.check()
         self.pinned += 1
-        return copied_to(batch, self.device, self._pinned, non_blocking=False) if self._pins else batch
-
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is in page-locked memory as it is, as torch does, and a copy of anything else."""
-        at, locked = tensor.data_ptr(), self.locked.copy()
-        if any(address <= at and at + tensor.nbytes <= address + nbytes for address, nbytes in locked.items()):
-            self.in_place += 1
-            return tensor
-        return tensor.clone()
-
-    def lock(self, address: int, nbytes: int) -> bool:
-        self.check()
-        self._locks_left -= 1
-        if self._locks_left >= 0:
-            self.locked[address] = nbytes
-        return self._locks_left >= 0
-
-    def unlock(self, address: int) -> bool:
-        self.check()
-        return self.locked.pop(address, None) is not None
+        return copied_to(batch, self.device, torch.clone, non_blocking=False) if self._pins else batch
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -63,39 +62,6 @@ def test_a_device_is_one_for_all_loaders(monkeypatch: pytest.MonkeyPatch) -> Non
         find("cuda:4")
     monkeypatch.delattr(Module, "Stream")
     assert type(find("xpu:1")) is Device
-
-
-class Runtime:
-    """What torch has of the runtime of CUDA, on a device that refuses, or where a call fails altogether."""
-
-    def __init__(self, answer: int | None) -> None:
-        self.answer, self.calls = answer, list[tuple[Any, ...]]()
-
-    def device(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def cudart(self) -> Runtime:
-        if self.answer is None:
-            raise RuntimeError("the driver is gone")
-        return self
-
-    def cudaHostRegister(self, *arguments: int) -> int:
-        self.calls.append(arguments)
-        return self.answer or 0
-
-    def cudaHostUnregister(self, *arguments: int) -> int:
-        return self.cudaHostRegister(*arguments)
-
-
-@pytest.mark.parametrize(("answer", "is_done"), [(0, True), (2, False), (None, False)])
-def test_pages_that_cannot_be_locked(answer: int | None, is_done: bool) -> None:
-    """That is an answer, and no error: batches are copied then."""
-    device = StreamDevice(torch.device("cuda", 0))
-    device._torch = runtime = Runtime(answer)
-    assert device.locks_pages
-    assert device.lock(4096, 8192) is is_done
-    assert device.unlock(4096) is is_done
-    assert runtime.calls == ([] if answer is None else [(4096, 8192, 1), (4096,)])
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:first", 3, b"cuda", ""])

@@ -13,7 +13,6 @@ import torch
 
 from asyncloader import DataLoader, to_device
 from asyncloader.device.device import StreamDevice, find
-from tests import inside
 from tests.forks import forked
 
 pytestmark = [
@@ -121,36 +120,6 @@ def test_pinned_batches_are_copied_without_holding_up_the_program() -> None:
     _, mark = device.send(source)
     mark.synchronize()
     assert not busy.query()
-    torch.cuda.synchronize()
-
-
-def test_memory_that_is_locked_is_pinned() -> None:
-    """To torch as well, until it is unlocked; a copy out of it does not hold up the program."""
-    device, source = find("cuda"), torch.ones(FLOATS).share_memory_()
-    assert device.lock(source.data_ptr(), source.nbytes)
-    assert source.is_pinned()
-    assert device.pin([source])[0] is source
-    torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
-    busy = device.mark()
-    (there,), mark = device.send([source])
-    mark.synchronize()
-    assert not busy.query()
-    device.hand_over([there], mark)
-    assert torch.equal(there.cpu(), source)
-    assert device.unlock(source.data_ptr())
-    assert not source.is_pinned()
-    torch.cuda.synchronize()
-
-
-def test_slow_steps_read_batches_out_of_locked_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slabs are many times used again while copies and steps are behind."""
-    monkeypatch.setenv("ASYNCLOADER_LOCKED_MEMORY", "1GB")
-    loader: Any = DataLoader(Numbers(), 2, device="cuda", num_workers=2, device_prefetch=3, persistent_workers=True)
-    for _ in range(5):
-        seen = [long_step(batch) for batch in loader]
-        assert torch.stack(seen).tolist() == [[float(i), float(i + 1)] for i in range(0, COUNT, 2)]
-    assert inside.locked_bytes() > 0
-    loader.close()
     torch.cuda.synchronize()
 
 

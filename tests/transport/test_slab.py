@@ -728,23 +728,17 @@ def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
 class Accounts(RuleBasedStateMachine):
     """Slabs that are lent, leased, dropped and given back in any order, with pauses, in a budget that may be too small.
 
-    A batch that somebody holds keeps what is in it, and each byte of the arena has one place. A device locks slabs, and
-    none is given back to the system while it is locked.
+    A batch that somebody holds keeps what is in it, and each byte of the arena has one place.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.locked: dict[int, int] = {}
         self.now = 0.0
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(slab, "monotonic", lambda: self.now)
         self.limit = 96 * MIB
         self.pool = SlabPool(lambda reserved: self.limit)
-        shared = self.pool.handle()
-        assert shared is not None
-        self.base, self.punch = shared.base, shared.punch
-        self.patch.setattr(shared, "punch", self.punched)
-        self.pool.lock_for(self, 40 * MIB)
+        assert self.pool.handle() is not None
         self.lent: list[Region] = []
         self.held: list[tuple[int, memoryview]] = []
         self.count = 0
@@ -771,30 +765,6 @@ class Accounts(RuleBasedStateMachine):
         memory[:] = self.count.to_bytes(4, "little")
         region.users.discard(self)
         self.held.append((self.count, memory))
-
-    def lock(self, address: int, nbytes: int) -> bool:
-        """Be the device."""
-        assert address not in self.locked
-        self.locked[address] = nbytes
-        return True
-
-    def unlock(self, address: int) -> bool:
-        """Be the device."""
-        del self.locked[address]
-        return True
-
-    def punched(self, offset: int, length: int) -> bool:
-        """Be the system."""
-        begin = self.base + offset
-        assert not any(at < begin + length and begin < at + nbytes for at, nbytes in self.locked.items())
-        return self.punch(offset, length)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        _, memory = self.held[data.draw(st.integers(0, len(self.held) - 1))]
-        self.pool.lock([torch.frombuffer(memory, dtype=torch.uint8).data_ptr()])
-        assert sum(self.locked.values()) <= 40 * MIB
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -835,7 +805,6 @@ class Accounts(RuleBasedStateMachine):
         for region in self.lent:
             self.pool.release(region, self)
         self.pool.close()
-        assert self.locked == {}
         self.patch.undo()
 
 
