@@ -132,10 +132,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             number or as "4GB"; memory that it shares with the trainer or with other workers does not count. No
             worker comes to more than one and a half times that, unless the few batches that it has in hand take
             so much.
-        fingerprint: Have a digest made of the data of each batch, where it is made. `stats` and states then have the
-            fingerprint of all batches that were given, and the timeline (``trace``) that of each: ``asyncloader
-            compare`` names the first in which two runs differ. A digest takes as long as reading the batch once, and
-            needs the package xxhash (``asyncloader[fingerprint]``).
         device: Where batches go: "cuda", "cuda:1", a `torch.device`; "auto" for the accelerator of this machine, and
             the CPU where there is none; None and "cpu" leave batches where they are. Batches are copied on a stream of
             their own while training computes, out of page-locked memory if worker processes make them. Tensors in any
@@ -191,7 +187,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_workers: int | None = None,
         max_tasks_per_child: int | None = None,
         max_worker_memory: int | str | None = None,
-        fingerprint: bool = False,
         device: str | torch.device | None = None,
         device_prefetch: int = 1,
         device_transform: Callable[[Any], Any] | None = None,
@@ -208,7 +203,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
         self.on_timeout, self.on_crash, self.scheduling, self.seeding = on_timeout, on_crash, scheduling, seeding
-        self.max_retries, self.seeding_rank, self.fingerprint = max_retries, seeding_rank, fingerprint
+        self.max_retries, self.seeding_rank = max_retries, seeding_rank
         self.equal_steps, self.max_workers = equal_steps, max_workers
         self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
         self.device, self.device_prefetch, self.device_transform = device, device_prefetch, device_transform

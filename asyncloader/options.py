@@ -11,7 +11,6 @@ import math
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from os import PathLike
 from typing import Annotated, Any, Literal, get_type_hints
@@ -148,7 +147,6 @@ class Options:
     max_workers: Annotated[int | None, Least(1), _KEPT]
     max_tasks_per_child: Annotated[int | None, Least(1), _KEPT]
     max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
-    fingerprint: Annotated[bool, _KEPT]
     device: str | torch.device | Device | None
     device_prefetch: Annotated[int, Least(0)]
     device_transform: Callable[[Any], Any] | None
@@ -366,7 +364,6 @@ class Options:
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         self._check_max_errors()
-        self._check_fingerprint()
         self._check_device()
         if self.equal_steps is not None and not isinstance(self.dataset, IterableDataset):
             raise ConfigurationError(
@@ -378,14 +375,6 @@ class Options:
             raise ConfigurationError(
                 f"on_timeout={self.on_timeout!r} is for what takes longer than timeout, which is 0, so nothing ever "
                 "does: set timeout, in seconds"
-            )
-
-    def _check_fingerprint(self) -> None:
-        if not isinstance(self.fingerprint, bool):
-            raise ConfigurationError(f"fingerprint should be True or False, but got {self.fingerprint!r}")
-        if self.fingerprint and find_spec("xxhash") is None:
-            raise ConfigurationError(
-                "fingerprint=True needs xxhash, which is not installed: pip install 'asyncloader[fingerprint]'"
             )
 
     def _check_device(self) -> None:

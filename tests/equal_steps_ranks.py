@@ -40,16 +40,6 @@ class Uneven(IterableDataset[int]):
             yield self.first + number
 
 
-def fingerprints(mode: Any) -> list[str | None]:
-    """That of a run in equal steps, and that of a run of this rank alone over the batches that it was given."""
-    stream = Uneven([26, 7, 12, 18])
-    loader, alone = (DataLoader(stream, 2, fingerprint=True, equal_steps=how) for how in (mode, None))
-    steps = len(taken(loader))
-    for _ in itertools.islice(alone, steps):
-        pass
-    return [loader.stats().fingerprint, alone.stats().fingerprint]
-
-
 def in_step() -> None:
     """What a trainer does in each step: it waits for all ranks."""
     dist.all_reduce(torch.ones(()))
@@ -204,7 +194,6 @@ def main() -> None:
     for workers in (0, 1):
         options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "equal_steps": "drop"}
         found[f"epochs {workers}"] = third_epochs(lambda o=options: DataLoader(Counting([26, 12, 12, 18]), 2, **o))
-    found["fingerprints"] = [fingerprints(mode) for mode in ("drop", "pad")]
     found["mixed up"] = mixed_up([make(), make()])
     tell(dist.get_rank(), found)
     dist.barrier()

@@ -6,5 +6,5 @@ from asyncloader.testing.comparison import difference
 
 
 def same(one: Any, other: Any) -> bool:
-    """Compare two batches bit for bit, through all containers."""
+    """Compare two batches, through all containers."""
     return difference(one, other) is None

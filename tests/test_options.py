@@ -149,7 +149,6 @@ def test_each_option_takes_another_value() -> None:
         "max_workers": 5,
         "max_tasks_per_child": 1000,
         "max_worker_memory": 1 << 30,
-        "fingerprint": True,
         "device": "cpu",
         "device_prefetch": 3,
         "device_transform": abs,

@@ -615,7 +615,7 @@ def test_a_state_is_of_one_moment() -> None:
     """Another consumer, in a thread of its own, has its batch at each of the moments while a state is made."""
     positions = set()
     for moment in itertools.count():
-        loader: DataLoader[int] = DataLoader(range(20), batch_size=2, seeding="sample", fingerprint=True)  # type: ignore[arg-type]
+        loader: DataLoader[int] = DataLoader(range(20), batch_size=2, seeding="sample")  # type: ignore[arg-type]
         iterator: Any = iter(loader)
         for _ in range(3):
             next(iterator)

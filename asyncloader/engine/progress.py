@@ -26,13 +26,11 @@ from typing import Any, NamedTuple
 from asyncloader.engine.tracks import Progressing, make_tracks
 from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.protocols import FollowsConsumers
-from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.weak import while_alive
 
 log = logging.getLogger("asyncloader")
 
-_MASK = (1 << 64) - 1
 _DIGESTS = 1 << 17
 """Batches whose keys are known by a digest, of 8 bytes."""
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
@@ -59,7 +57,6 @@ class Given(NamedTuple):
         snapshot: The dataset's state after it, if one was taken.
         keys: Where they may be needed to make the batch again.
         bad_count: Samples of it that had raised.
-        digest: The digest of its data; 0 for none.
     """
 
     batch: int
@@ -68,7 +65,6 @@ class Given(NamedTuple):
     snapshot: Any = None
     keys: Any = None
     bad_count: int = 0
-    digest: int = 0
 
 
 class Call:
@@ -98,8 +94,6 @@ class Place(NamedTuple):
         tracks: Where workers are, for datasets that they have a place or a state in.
         next_worker: The worker that gets the first batch.
         untold: Why the state of a dataset could not be taken.
-        chain: The fingerprint of all batches that were given: the sum of what their numbers and digests make, so that
-            their order does not matter. None if nobody asks for it, or those before the run had none.
     """
 
     position: int
@@ -108,12 +102,6 @@ class Place(NamedTuple):
     tracks: dict[int, Progressing] | None
     next_worker: int | None
     untold: str
-    chain: int | None = None
-
-    @property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of all batches that were given: 16 hexadecimal digits, or None."""
-        return None if self.chain is None else f"{self.chain:016x}"
 
     @property
     def workers(self) -> dict[int, WorkerStart] | None:
@@ -122,8 +110,8 @@ class Place(NamedTuple):
 
     def after(self, given: Given, *, is_ahead: bool) -> Place:
         """Return the place at which another batch is done with, one before it may be missing."""
-        position, ahead, bad_count, tracks, next_worker, untold, chain = self
-        batch, worker, in_stream, snapshot, keys, bad, digest = given
+        position, ahead, bad_count, tracks, next_worker, untold = self
+        batch, worker, in_stream, snapshot, keys, bad = given
         if is_ahead and batch >= position:
             ahead |= {batch}
         elif batch >= position:
@@ -138,9 +126,7 @@ class Place(NamedTuple):
             track = copy.copy(tracks[worker])
             track.done(in_stream, snapshot, keys)
             tracks, next_worker = {**tracks, worker: track}, worker + 1
-        if digest and chain is not None:
-            chain = (chain + mix(batch, digest)) & _MASK
-        return _new(Place, (position, ahead, bad_count + bad, tracks, next_worker, untold, chain))
+        return _new(Place, (position, ahead, bad_count + bad, tracks, next_worker, untold))
 
 
 class Progress:
@@ -156,7 +142,6 @@ class Progress:
         bad_count: Samples that had raised before, and were left out or replaced.
         sample: Number of the first sample of the batch at ``position`` in the order of the epoch.
         knows_places: Batches are to know such numbers.
-        chain: The fingerprint of the batches before the run: 0 if there are none; None if the run has none.
 
     Attributes:
         samplers_before: Where samplers were before the run.
@@ -184,11 +169,10 @@ class Progress:
         bad_count: int = 0,
         sample: int = 0,
         knows_places: bool = False,
-        chain: int | None = None,
     ) -> None:
         self.lock = threading.RLock()
         tracks = None if workers is None else make_tracks(workers, key, overlaps=overlaps)
-        place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "", chain)
+        place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
         self.counted: tuple[Place, tuple[Call, ...]] = place, ()
         self.began = position, sample
         self.digests = array("q")
@@ -209,10 +193,6 @@ class Progress:
     def now(self) -> Place:
         """How far consumers are. Another consumer may be further at the next look, also while the lock is held."""
         return self.folded()[0]
-
-    def fingerprint(self) -> str | None:
-        """Return the fingerprint of all batches that were given so far."""
-        return self.now.fingerprint
 
     @property
     def finished(self) -> bool:

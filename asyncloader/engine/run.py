@@ -144,7 +144,7 @@ class Run:
                 meter.failed()
             elif item.times is not None:
                 used = self._planned - self.taken - self.scheduler.void_count
-                meter.took(asked_at, item.times, used, len(self.handoff.ready), item.outcome.record.digest)
+                meter.took(asked_at, item.times, used, len(self.handoff.ready))
             if self._plan_error is not None:
                 self.handoff.wake()  # what the sampler raised may be due now, and we may not come again
         return item

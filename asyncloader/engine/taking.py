@@ -116,8 +116,7 @@ class Taking:
                 bad_before = place.bad_count + sum(each.given.bad_count for each in calls)
                 if (error := self.limit.count(outcome.bad, bad_before)) is not None:
                     item = failed(error)
-            digest = item.outcome.record.digest if item.outcome.kind == Kind.BATCH else 0
-            given = _new(Given, (first.batch, first.worker, first.in_stream, snapshot, first.keys, bad_count, digest))
+            given = _new(Given, (first.batch, first.worker, first.in_stream, snapshot, first.keys, bad_count))
             is_left_out = item.outcome.kind == Kind.LEFT_OUT
             if is_left_out:
                 after = place.after(given, is_ahead=bool(calls) or not progress.in_order), calls

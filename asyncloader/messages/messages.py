@@ -107,7 +107,6 @@ class WorkerSpec:
         modes: The modes of the iterating thread; None where the worker is not to have them.
         thread: Other properties of the iterating thread, which workers take over.
         epochs: The epochs that `set_epoch` had told the dataset when this worker's copy of it was made.
-        fingerprint: Make a digest of each batch.
         max_worker_memory: Tell of growth early, since the worker is to be renewed before it has much more than this.
     """
 
@@ -132,7 +131,6 @@ class WorkerSpec:
     modes: Modes | None = None
     thread: IteratingThread | None = None
     epochs: tuple[Told, ...] = ()
-    fingerprint: bool = False
     max_worker_memory: int | None = None
 
     @property

@@ -25,7 +25,7 @@ from asyncloader.messages.frames import BadFrame, Buffer
 from asyncloader.messages.messages import Kind
 from asyncloader.observe.record import Record
 
-_HEAD = struct.Struct("<QQQddddddQQdQ")  # a record, and how many bytes of extras follow
+_HEAD = struct.Struct("<QQQddddddQdQ")  # a record, and how many bytes of extras follow
 
 NO_RECORD = Record(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Of an outcome that no worker has come to."""

@@ -143,7 +143,6 @@ class Figures:
     renewals: int
     options: dict[str, Any]
     ranks_s: float = 0.0
-    fingerprint: str | None = None
 
     @property
     def busy_share(self) -> float:

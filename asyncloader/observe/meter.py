@@ -83,7 +83,6 @@ class Meter:
         options: Options of the loader that the verdict builds on.
 
     Attributes:
-        fingerprint: Tells that of the batches that were given.
         held_back: Batches that were taken, and are held until ranks have agreed on a step for them.
     """
 
@@ -98,7 +97,6 @@ class Meter:
         loader: int = 0,
         **options: Any,
     ) -> None:
-        self.fingerprint: Callable[[], str | None] = _not_noted
         self.faults = faults or Faults()
         self._epoch = epoch
         self._num_workers = num_workers
@@ -253,7 +251,7 @@ class Meter:
 
     # --------------------------------------------------------------------------------------------- consumers
 
-    def took(self, asked_at: float, times: BatchTimes, used: int, ready: int, digest: int = 0) -> None:
+    def took(self, asked_at: float, times: BatchTimes, used: int, ready: int) -> None:
         """Count a batch that a consumer takes.
 
         Args:
@@ -261,13 +259,12 @@ class Meter:
             times: The batch's own.
             used: Batches being made or waiting.
             ready: Batches that lay ready.
-            digest: The digest of the batch, or 0.
         """
         now = perf_counter()
         asked_at = asked_at or now
         ready_at, made_at = times.ready_at, times.made_at
         self._taken.add([used, ready, now - asked_at, now - ready_at, ready_at - made_at, asked_at - self._idle_from])
-        self._count_taken(times.batch, asked_at, now, ready, digest)
+        self._count_taken(times.batch, asked_at, now, ready)
 
     def took_here(self, asked_at: float, record: Record, made_at: float, ready: int) -> None:
         """Count a batch that this process has made itself, and pinned if it is to be, and that a consumer takes."""
@@ -277,9 +274,9 @@ class Meter:
         if self._trace is not None:
             stages = (("fetch", made_at - began - collate_s), ("collate", collate_s))
             self._note(timeline.batch, "", record.ticket, -1, 0.0, began, stages, 0.0, now)
-        self._count_taken(record.ticket, asked_at, now, ready, record.digest)
+        self._count_taken(record.ticket, asked_at, now, ready)
 
-    def _count_taken(self, batch: int, asked_at: float, now: float, ready: int, digest: int) -> None:
+    def _count_taken(self, batch: int, asked_at: float, now: float, ready: int) -> None:
         if now > self._cpu_due_at:
             self._last_cpu_s = process_time()
             self._cpu_due_at = now + 0.001 + 0.01 * (now - self._began)
@@ -288,7 +285,7 @@ class Meter:
         if self._trace is not None:
             last_at = self._last_at if self._taken_count else 0.0
             waited_from = asked_at if asked_at < now else 0.0
-            self._note(timeline.taken, batch, last_at, waited_from, now, ready, digest, self._loader, self._epoch)
+            self._note(timeline.taken, batch, last_at, waited_from, now, ready, self._loader, self._epoch)
             if self._trace.is_due:
                 self._trace.write()
         self._last_at = self._idle_from = now
@@ -369,7 +366,6 @@ class Meter:
             changes=tuple(self._changes),
             renewals=self._renewals,
             options=self._options,
-            fingerprint=self.fingerprint(),
             ranks_s=self._ranks_until,
         )
 

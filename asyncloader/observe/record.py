@@ -11,7 +11,7 @@ class Record(NamedTuple):
     ``began`` is on the clock of :func:`time.perf_counter`, which all processes of a machine share; ``wait_s`` is how
     long an idle worker had waited for the ticket, ``cpu_s`` what the process used since the one before, ``stalled_s``
     what it could have used but got no core for; ``private_bytes`` is the memory that it has to itself, as of a second
-    ago, and 0 if that is not known; ``digest`` is that of a whole batch where batches have fingerprints, otherwise 0.
+    ago, and 0 if that is not known.
     """
 
     ticket: int
@@ -24,7 +24,6 @@ class Record(NamedTuple):
     cpu_s: float
     stalled_s: float
     private_bytes: int = 0
-    digest: int = 0
     encode_s: float = 0.0
 
     @property

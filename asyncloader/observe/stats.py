@@ -60,9 +60,6 @@ class LoaderStats(Figures):
         changes: When workers came or went, and how many there were then.
         renewals: Workers whose place another process has taken, by ``max_tasks_per_child`` or ``max_worker_memory``.
         options: Options of the loader that the verdict builds on.
-        fingerprint: 16 hexadecimal digits for all batches of the run that were given, those before a resume included.
-            Alike for the same batches under the same numbers, in whatever order they came. None without
-            ``fingerprint=True``, or where those before a resume had none.
     """
 
     @property
@@ -132,7 +129,6 @@ class LoaderStats(Figures):
         elif self.renewals:
             lines.append(f"workers were renewed {self.renewals} times")
         lines += self._of_nodes()
-        lines += [f"fingerprint {self.fingerprint}"] * (self.fingerprint is not None)
         return "\n".join(lines)
 
     def _of_nodes(self) -> list[str]:

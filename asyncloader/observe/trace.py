@@ -253,7 +253,6 @@ def taken(
     asked_at: float,
     now: float,
     ready: int,
-    digest: int = 0,
     loader: int = 0,
     epoch: int = 0,
 ) -> Iterator[dict[str, Any]]:
@@ -265,17 +264,15 @@ def taken(
         asked_at: Since when it was waited for, 0.0 if it was there.
         now: When it was taken.
         ready: How many more lay ready.
-        digest: The digest of the batch; 0 if there is none.
         loader: The number of the loader in this timeline.
         epoch: The run of the loader.
     """
-    fingerprint = {"fingerprint": f"{digest:016x}"} if digest else {}
     if last_at:
         began = last_at + _INSTANT_S  # after the slice in which the last one was taken
         yield _slice(_CONSUMER, "train", began, (asked_at or now) - began)
     if asked_at:
         yield _slice(_CONSUMER, "wait", asked_at, now - asked_at, batch=batch)
-    yield _slice(_CONSUMER, "take", now, 0.0, batch=batch, loader=loader, epoch=epoch, **fingerprint)
+    yield _slice(_CONSUMER, "take", now, 0.0, batch=batch, loader=loader, epoch=epoch)
     yield _flow("f", _CONSUMER, batch, now)
     yield {"ph": "C", "tid": _CONSUMER, "name": "ready", "ts": now, "args": {"batches": ready}}
 

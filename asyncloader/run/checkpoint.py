@@ -17,7 +17,6 @@
      "num_workers": how many there are, where their number looks after itself,
      "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
      "excluded": samples that are left out, each with the run and the batch from which on (JSON), or None,
-     "fingerprint": that of the batches of the run that were given, 16 hexadecimal digits, or None,
      "fits": what of the loader must be the same; "samplers" and "datasets" in it are lists of identities (JSON)}
 
 Plain data, and a fresh dictionary at each call: strings, numbers, lists of them. States of the user's objects are in it
@@ -314,7 +313,6 @@ class Checkpointer:
             num_workers=self.num_workers,
             workers=None if carried is None else as_plain(carried),
             excluded=self.exclusions.state(),
-            fingerprint=self.progress.now.fingerprint,
         )
 
     def at_beginning(self) -> dict[str, Any]:
@@ -334,7 +332,6 @@ class Checkpointer:
             sample=progress.first_sample(position),
             workers=None if now.workers is None else as_plain(now.workers),
             next_worker=now.next_worker,
-            fingerprint=now.fingerprint,
         )
 
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> dict[str, Any]:
@@ -376,7 +373,6 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
         sample = -1 if samples is None else number * samples if by < 0 else sample + by * samples
     drawn = state["drawn"] + (0 if state["is_over"] else by)
     given: dict[str, Any] = {"ahead": [], "workers": None, "next_worker": None, "bad_count": 0, "check": []}
-    given["fingerprint"] = None
     return {**state, **given, "position": number, "drawn": drawn, "sample": sample}
 
 
@@ -447,6 +443,5 @@ def _empty() -> dict[str, Any]:
         "has_past": False,
         "num_workers": None,
         "excluded": None,
-        "fingerprint": None,
         "fits": {},
     }

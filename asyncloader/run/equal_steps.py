@@ -296,7 +296,7 @@ class EqualStepsIterator(ClosableIterator):
         if place.held:
             log.info("equal_steps: a rank that has more batches than others leaves them out")
         for call, _ in place.held:  # they are done with, and no consumer was given them
-            call.given, call.item = call.given._replace(digest=0), None
+            call.item = None
         progress = self._progress
         # Datasets that were left in the middle of their data.
         for worker, start in (progress.now.workers or {}).items():

@@ -96,7 +96,6 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         progress, faults = start.checkpointer.progress, Faults()
         trace, number = self._runs.open_trace(options)
         self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, faults, trace, loader=number)
-        self._meter.fingerprint = progress.fingerprint
         taking = Taking(progress, ErrorLimit(options, progress, faults))
         pin = None if self._pinner is None else self._pinner.pin
         self.is_closed = False

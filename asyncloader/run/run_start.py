@@ -283,15 +283,7 @@ def _progress(
         overlaps=options.overlaps,
         sample=sample if options.knows_places else 0,
         knows_places=options.knows_places,
-        chain=_chain(state) if options.fingerprint else None,
     )
-
-
-def _chain(state: dict[str, Any] | None) -> int | None:
-    """Return the fingerprint of the batches before the run; None if there are some that had none."""
-    if state is None or is_between_runs(state) or not (state["position"] or state["ahead"]):
-        return 0
-    return None if state["fingerprint"] is None else int(state["fingerprint"], 16)
 
 
 def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: int, runs: Runs) -> None:

@@ -145,7 +145,6 @@ class WorkerIterator(BaseIterator[T_co]):
         self._run, self.is_closed = run, False
         vars(self).pop("_next", None)
         self._meter = self._runs.meter = run.meter
-        run.meter.fingerprint = run.progress.fingerprint
         self._seeding.end_others(run.epoch.key)
 
     def _restart(self, loader: Any, state: dict[str, Any]) -> None:

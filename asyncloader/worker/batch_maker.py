@@ -48,7 +48,6 @@ from asyncloader.seeding.seeder import COLLATE, Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, Steps, steps
 from asyncloader.transport.collate import is_default, recycling_collate
 from asyncloader.worker.data_pipes import one_walks
-from asyncloader.worker.digesting import make_digester
 from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher, settle
 from asyncloader.worker.job import Job, NoGoodSample, mend
 from asyncloader.worker.odd_sample import find_odd_sample
@@ -134,7 +133,6 @@ class BatchMaker:
         self._fetch: Any = None  # a `Fetcher`, where samples are fetched one by one
         self._own_states: list[tuple[Any, Any]] = []  # as they are outside of samples
         self._reseeded: set[str] = set()  # by `worker_init_fn`
-        self._digest: Callable[[Any], int] | None = None
         self._epoch: EpochSpec
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
@@ -208,7 +206,6 @@ class BatchMaker:
         try:
             self._leave(before)
             restore(self._own_states)
-            self._digest = make_digester(spec.fingerprint)
             dataset = self._reseed_pipe(spec.dataset)
             tell(dataset, epoch.epochs, self._epochs)
             self._epochs = epoch.epochs or self._epochs
@@ -411,8 +408,7 @@ class BatchMaker:
 
     def batch(self, job: Job, data: Any) -> Outcome:
         """Return the batch of a ticket."""
-        digest = 0 if self._digest is None else self._digest(data)
-        return _new(Outcome, (Kind.BATCH, self._record(job, digest), data, None, job.bad, job.snapshot, 0))
+        return _new(Outcome, (Kind.BATCH, self._record(job), data, None, job.bad, job.snapshot, 0))
 
     def failed(self, job: Job, error: BaseException, blame: Blame | None = None) -> Outcome:
         """Return what becomes of a ticket for which this was raised, by the sample to blame where that is known."""
@@ -459,7 +455,7 @@ class BatchMaker:
         snapshot = self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
         return Outcome(Kind.EXHAUSTED, self._record(job), snapshot=snapshot)
 
-    def _record(self, job: Job, digest: int = 0) -> Record:
+    def _record(self, job: Job) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""
         now = perf_counter()
         began, fetched = job.began, job.fetched or now
@@ -475,7 +471,6 @@ class BatchMaker:
             self._cpu_s - cpu_before,
             self._stalls.take(now) if now >= self._stalls.due_at else 0.0,
             0 if self._memory is None else self._memory.take(now),
-            digest,
             0.0,  # the transport notes how long encoding takes
         )
         return _new(Record, fields)

@@ -21,7 +21,7 @@ BATCHES = 256
 
 def measure(bench: Bench) -> None:
     meter = Meter(0, 4, 8)
-    record = Record(1, 1, 8, perf_counter(), 1e-5, 2e-5, 3e-5, 4e-5, 0.0, 50 << 20, 0, 5e-5)
+    record = Record(1, 1, 8, perf_counter(), 1e-5, 2e-5, 3e-5, 4e-5, 0.0, 50 << 20, 5e-5)
     counting, taking = [], []
     for _ in range(50 if bench.quick else 500):
         began = thread_time()

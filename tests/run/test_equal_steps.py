@@ -90,14 +90,6 @@ def test_ends_that_are_special(ranks: list[dict[str, Any]]) -> None:
     }
 
 
-def test_a_fingerprint_is_that_of_the_batches_that_were_given(ranks: list[dict[str, Any]]) -> None:
-    """Of each of them once: not of what is left out since other ranks have no more, nor of repetitions."""
-    for own in ranks:
-        for equal, alone in own["fingerprints"]:
-            assert equal == alone is not None
-    assert len({prints[0] for own in ranks for prints in own["fingerprints"]}) == 8 - 1  # the shortest is whole in both
-
-
 def test_a_cancelled_wait_for_ranks_is_taken_up_again(ranks: list[dict[str, Any]]) -> None:
     """Who stops waiting for the very first batch, and asks again, loses nothing, and hangs nowhere."""
     assert [own["cancelled"] for own in ranks] == expected("drop", LENGTHS, 0)
