@@ -71,26 +71,29 @@ def leave_servers() -> None:
 def files_to_reopen() -> list[OpenFile]:
     """Return the regular files that are open for reading only, with their offsets of now: to be called at the fork."""
     found: list[OpenFile] = []
-    alike: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for fd, status in _inherited():
         if stat.S_ISREG(status.st_mode):
-            with contextlib.suppress(OSError):  # nothing of its kind can be asked for an offset
-                flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-                if flags & os.O_ACCMODE == os.O_RDONLY and not flags & _O_PATH:
-                    offset = os.lseek(fd, 0, os.SEEK_CUR)
-                    alike[status.st_dev, status.st_ino, flags, offset].append(fd)
-    for (_, _, flags, offset), fds in alike.items():
-        found += [OpenFile(tuple(copies), flags, offset) for copies in _by_description(fds)]
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if flags & os.O_ACCMODE == os.O_RDONLY and not flags & _O_PATH:
+                alike[status.st_dev, status.st_ino, flags].append(fd)
+    for (_, _, flags), fds in alike.items():
+        for copies in _by_description(fds):
+            with contextlib.suppress(OSError):  # some files of the kernel's have no offset
+                found.append(OpenFile(tuple(copies), flags, os.lseek(copies[0], 0, os.SEEK_CUR)))
     return found
 
 
 def reopen(files: Iterable[OpenFile]) -> None:
     """Give this process open file descriptions of its own; a file that cannot be opened again stays as it is.
 
-    The link in /proc leads to the file itself, though it was renamed or deleted, or never had a name.
+    The link in /proc leads to the file itself, though it was renamed or deleted, or never had a name. A lock on the
+    whole file (``flock``) belongs to the description: this process keeps that as well, as long as it lives.
     """
     for file in files:
         try:
+            if _is_locked(file.fds[0]):
+                os.dup(file.fds[0])
             new = os.open(f"{_FOLDER}/{file.fds[0]}", file.flags & ~os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.lseek(new, file.offset, os.SEEK_SET)
@@ -101,6 +104,12 @@ def reopen(files: Iterable[OpenFile]) -> None:
         except OSError as error:
             words = "Worker with pid %d shares the offset of descriptor %d, whose file cannot be opened again: %s"
             log.debug(words, os.getpid(), file.fds[0], error)
+
+
+def _is_locked(fd: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fd}", "rb") as info:
+        return b"\nlock:" in info.read()
+    return False
 
 
 def _by_description(fds: list[int]) -> list[list[int]]:
