@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import contextvars
 import errno
 import io
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from asyncloader.datasets.blocking import in_thread
@@ -28,6 +29,8 @@ from asyncloader.errors import ConfigurationError, as_cause, redacted
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
     from obstore.store import ObjectStore
+
+T = TypeVar("T")
 
 _GAP_BYTES = 1 << 14  # are read for nothing rather than asking once more
 _MOST_BYTES = 1 << 26  # are read in one: what is longer may as well come in parts at once
@@ -155,9 +158,9 @@ class Source:
         import obstore
 
         with failures_told(url):
-            answer = await obstore.get_async(*self._place(url), options=_options(start, stop))
+            answer = await _call(obstore.get_async, *self._place(url), options=_options(start, stop))
             end = _end_of(answer, url, stop, max_bytes)
-            return _whole(bytes(await answer.bytes_async()), url, start, end)
+            return _whole(bytes(await _call(answer.bytes_async)), url, start, end)
 
     async def read_ranges_async(self, ranges: Sequence[Range]) -> list[memoryview]:
         """Return what `read_ranges` returns, without blocking the loop: all ranges are asked for at once."""
@@ -170,9 +173,9 @@ class Source:
         import obstore
 
         with failures_told(url):
-            answer = await obstore.get_async(*self._place(url), options=_options(start, stop, version))
+            answer = await _call(obstore.get_async, *self._place(url), options=_options(start, stop, version))
             _check_version(answer, url, version)
-            return _whole(bytes(await answer.bytes_async()), url, start, stop)
+            return _whole(bytes(await _call(answer.bytes_async)), url, start, stop)
 
     # ------------------------------------------------------------------------------------------------------- stores
 
@@ -333,6 +336,16 @@ def _parts(
         memoryview(contents[run])[one.start - runs[run].start : one.stop - runs[run].start]
         for run, one in zip(which, ranges, strict=True)
     ]
+
+
+def _call(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Awaitable[T]:
+    """Call a function of obstore's, with an empty context.
+
+    obstore copies the context of the call, to set the result in it. It lets go of the copy on a thread of its own that
+    does not hold the interpreter's lock: the copy stays until obstore is called the next time. In a worker thread, the
+    context knows the dataset (`get_worker_info`), whose connections would stay open after the last epoch.
+    """
+    return contextvars.Context().run(function, *args, **kwargs)
 
 
 def _options(start: int, stop: int | None, version: Version | None = None) -> GetOptions:

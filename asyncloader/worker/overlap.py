@@ -298,11 +298,11 @@ class TaskFetcher(Overlap):
                 error = raised
             if job.is_over or not switch.is_void(watch if draws is None else draws.watch):
                 break  # otherwise once more: it drew before anything was seeded for it
-        if job.is_over:
-            _pass_on_cancellation(error)
-            return
         try:
-            self._take(job, position, sample, error)
+            if not job.is_over:
+                self._take(job, position, sample, error)
+            elif isinstance(error, asyncio.CancelledError):  # ours, not to be swallowed; others are for nobody any more
+                raise error
         finally:
             del job, sample, error  # a traceback refers to this frame
 
@@ -324,9 +324,3 @@ class TaskFetcher(Overlap):
         else:
             job.fatal = error
         self._conclude(job)
-
-
-def _pass_on_cancellation(error: BaseException | None) -> None:
-    """Raise it again if it is one: it was ours, and is not to be swallowed. Anything else is for nobody any more."""
-    if isinstance(error, asyncio.CancelledError):
-        raise error

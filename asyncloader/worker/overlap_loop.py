@@ -87,6 +87,7 @@ class OverlapLoop(TicketLoop):
                 await self._over
         finally:
             self._transport.unlisten()
+            self._overlap = None  # it refers to the dataset, and by its callbacks to this loop
 
     # -------------------------------------------------------------------------------------------------- opening
 

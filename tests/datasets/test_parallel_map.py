@@ -112,7 +112,6 @@ PLACES = [
     pytest.param({"num_workers": 2}, id="processes"),
     pytest.param({"num_workers": 2, "persistent_workers": True}, id="persistent"),
     pytest.param({"num_workers": 2, "scheduling": "dynamic"}, id="dynamic"),
-    pytest.param({"num_workers": 2, "scheduling": "split"}, id="split"),
 ]
 WANTED = [[number**2 for number in range(first, min(first + 4, COUNT))] for first in range(0, COUNT, 4)]
 
@@ -129,8 +128,7 @@ def test_each_item_comes_once_and_in_order(stream: Any, options: dict[str, Any])
     state = loader.state_dict()
     del iterator
     loader.close()
-    seeding: Any = {"seeding": "sample"} if options.get("scheduling") == "split" else {}
-    other = DataLoader(ParallelMap(stream, square), 4, num_workers=1, worker_backend="thread", **seeding)
+    other = DataLoader(ParallelMap(stream, square), 4, num_workers=1, worker_backend="thread")
     other.load_state_dict(pickle.loads(pickle.dumps(state)))
     assert [batches(other) for _ in range(2)] == [WANTED[2:], WANTED]
     wait_until(lambda: not readers())

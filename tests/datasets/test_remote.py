@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,19 @@ from obstore.store import LocalStore, MemoryStore
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, RemoteDataset, list_urls
 from tests.datasets.conftest import OBJECTS
+from tests.leftovers import Holdings
 from tests.nursery import Program
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS
 
 pytestmark = pytest.mark.usefixtures("threads_of_obstore")
+
+
+class Mark:
+    """Something that a context refers to."""
+
+
+mark: ContextVar[Mark] = ContextVar("mark")
 
 QUICK: dict[str, Any] = {
     "retry_config": {
@@ -56,6 +67,36 @@ def test_objects_and_ranges_come_over_http(fault_server: FaultServer) -> None:
     with_headers = RemoteDataset(urls[0], client_options={"default_headers": {"x-token": "mine"}})
     assert with_headers[0] == OBJECTS["number/0"]
     assert fault_server.headers()["x-token"] == "mine"
+
+
+def test_connections_are_closed_with_the_dataset(fault_server: FaultServer) -> None:
+    """Though nothing is collected, and obstore is not called again: a dataset for each epoch leaves no sockets.
+
+    What a sample's context refers to, in worker threads the dataset, goes with the sample as well: obstore may keep a
+    context that it was called in until its next call.
+    """
+    marks = weakref.WeakSet[Mark]()
+    urls = list(map(fault_server.url, OBJECTS))
+
+    async def marked(dataset: Any, key: int) -> bytes:
+        mark.set(Mark())
+        marks.add(mark.get())
+        return await dataset.getitem(key)  # type: ignore[no-any-return]
+
+    async def read() -> None:
+        dataset = RemoteDataset(urls)
+        await asyncio.gather(*(asyncio.create_task(marked(dataset, key)) for key in range(0, 200, 7)))
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(30):
+            before = Holdings.now()
+            asyncio.run(read())
+            assert before.more_than_before(collect=False) == []
+            assert not marks
+    finally:
+        gc.enable()
 
 
 def test_a_dataset_like_any_other(fault_server: FaultServer, folder_of_objects: Path) -> None:

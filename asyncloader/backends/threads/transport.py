@@ -99,6 +99,11 @@ class LocalTransport(WorkerTransport):
         self._context = contextvars.copy_context()
         super().listen(loop, ready)
 
+    def unlisten(self) -> None:
+        """Do so no more; the context, in which `get_worker_info` knows the dataset, is let go of."""
+        super().unlisten()
+        self._context = contextvars.Context()  # and not none: a parent in another thread may be about to use one
+
     def ends(self, error: BaseException) -> bool:
         """Whether the worker cannot go on after this: the user's SystemExit is told instead, to who waits for it."""
         return isinstance(error, ParentGone)

@@ -92,7 +92,7 @@ class LocalWorker(Worker):
     ) -> None:
         super().__init__(worker_id, loop)
         self.pid = os.getpid()
-        self._owner = owner
+        self._owner: BasePool[LocalWorker] | None = owner  # until the end
         where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
         self._transport = LocalTransport(where, self._post)
         self._answering: SerialLoop | OverlapLoop | None = None
@@ -234,7 +234,12 @@ class LocalWorker(Worker):
         self.state = WorkerState.DEAD
         self._dead.set()
         self._tell_stack()
-        self._owner.on_exit(self, expected)
+        # The pool, and what answers, refer to this worker as well: in a cycle, the user's dataset and what it has open
+        # would be there until a garbage collection, long after the loader was dropped.
+        owner, self._owner = self._owner, None
+        self._answering = self._dataset = None
+        if owner is not None:
+            owner.on_exit(self, expected)
 
     def activity(self) -> Activity | None:
         """Return what the thread does; None for a task."""
@@ -266,7 +271,8 @@ class LocalWorker(Worker):
     def _on_message(self, kind: int, body: Any, arrived_at: float) -> None:
         if kind in OUTCOMES:
             self._heard()
-        self._owner.on_message(self, kind, body, arrived_at)
+        if self._owner is not None:
+            self._owner.on_message(self, kind, body, arrived_at)
 
     # ----------------------------------------------------------------------------------------------------- silence
 
