@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +67,7 @@ class SampleContext:
     _blocks = BATCH, 0
     _generator: np.random.Generator
     _samples: dict[int, SampleContext] | None = None
+    _read: tuple[list[Any], Any] | None = None
 
     def __init__(
         self, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, switch: Any = None
@@ -73,8 +75,27 @@ class SampleContext:
         self.seeder = seeder
         self.batch = batch
         self.first = first
-        self.position = position
+        self._position = position
         self.switch = switch
+
+    @property
+    def position(self) -> int:
+        """In the batch, from 0."""
+        if self._read is None:
+            return self._position
+        # What a list's iterator has left says which key it gave last; before the first one this is BATCH.
+        keys, iterator = self._read
+        return len(keys) - 1 - length_hint(iterator)
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._position, self._read = position, None
+
+    def reading(self, keys: list[Any]) -> Iterator[Any]:
+        """Return an iterator over the keys of the batch, by which the position is known: setting it takes longer."""
+        iterator = iter(keys)
+        self._read = keys, iterator
+        return iterator
 
     @property
     def number(self) -> int:

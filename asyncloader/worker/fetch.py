@@ -74,7 +74,7 @@ class MapFetcher:
         elif here.first is not None:  # what turns out to be awaitable draws as well, when it is awaited
             samples = [self._one(key) for here.position, key in enumerate(keys)]
         else:
-            samples = [dataset[key] for here.position, key in enumerate(keys)]
+            samples = [dataset[key] for key in here.reading(keys)]
         if self._auto_collation:
             here.position = sample_context.BATCH
         return samples if self._tolerates else _settled(samples, self._run)
