@@ -197,12 +197,6 @@ def memory(shared: Any) -> Any:
     return shared._read.memory
 
 
-def lock(cached: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return the lock that processes claim room in a cache by."""
-    found: contextlib.AbstractContextManager[Any] = cached._store._locked()
-    return found
-
-
 # ------------------------------------------------------------------------------------------------- whose turn it is
 def turn_is_free() -> bool:
     """Whether the calling thread could have its turn with the global generators now; it may be its turn already."""

@@ -306,8 +306,8 @@ MUTATIONS = (
     Mutation(
         "a cache takes one sample more than its limit allows",
         "datasets/sample_store.py",
-        "if claimed + size > limit:",
-        "if claimed > limit:",
+        "- self._data_at + len(record) > self._max_bytes",
+        "- self._data_at > self._max_bytes",
         "datasets/test_cached.py",
     ),
     Mutation(

@@ -8,34 +8,33 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader.async_face import batch_method, resolved, sample_method
+from asyncloader.async_face import resolved, sample_method
 from asyncloader.checks import at_least
 from asyncloader.datasets.blocking import in_thread
-from asyncloader.datasets.draw_watch import DrawWatch
 from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
 from asyncloader.epochs import listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import available_bytes
 from asyncloader.protocols import (
     OpensDataset,
-    has_samples,
     is_async_iterable,
-    is_collated,
-    probe,
 )
+from asyncloader.seeding.generators import GLOBAL, check_of
+from asyncloader.seeding.own_generators import generators_of
 from asyncloader.seeding.turns import sample_seed
 
 T_co = TypeVar("T_co", covariant=True)
 
 log = logging.getLogger("asyncloader")
 
-_SUFFIX = ".samples"
+_WATCHED = 4  # samples of each copy; to compare all states takes 0.1 ms
 _SHARE_OF_MEMORY = 0.5
 _SHARE_OF_DISK = 0.9
 
@@ -51,7 +50,8 @@ class CachedDataset(OpensDataset, Dataset[T_co]):
     out those that were used least recently, would lose each sample before its next use. When ``max_bytes`` are full,
     the other samples are read from the dataset as ever.
 
-    An async dataset stays one, and only what is not there is awaited. Keys may be whatever a :class:`SharedDict` takes
+    An async dataset stays one, and only what is not there is awaited. Samples are asked for one by one, also those of
+    a dataset with ``__getitems__``. Keys may be whatever a :class:`SharedDict` takes
     as keys; samples of others pass through.
 
     Args:
@@ -82,7 +82,8 @@ class CachedDataset(OpensDataset, Dataset[T_co]):
             an argument is of no use.
         OSError: The disk is full, or permissions forbid a cache at that path.
 
-    When the disk is full, no further samples are kept; the run goes on, and the log says so once.
+    When the disk is full, or the table of keys of a dataset without a length, no further samples are kept; the run goes
+    on, and the log says so once.
 
     Example:
         >>> class Slow:
@@ -104,20 +105,16 @@ class CachedDataset(OpensDataset, Dataset[T_co]):
         fingerprint: str | None = None,
         epoch_independent: bool = False,
     ) -> None:
-        _check(dataset, where, transform, max_bytes, fingerprint, epoch_independent)
+        _check(dataset, where, max_bytes, fingerprint, epoch_independent)
         self._dataset = dataset
         self.transform = transform
         length = len(dataset) if hasattr(dataset, "__len__") else None
         self._run = secrets.token_bytes(16)  # who is told once that there is no room
-        self._watch = DrawWatch(dataset)
+        self._num_watched = _WATCHED
         if where == "ram":
             self._store = SampleStore.in_memory(length, max_bytes or int(available_bytes() * _SHARE_OF_MEMORY))
         else:
             self._store = _on_disk(Path(where), length, max_bytes, repr((fingerprint, length)))
-        if not probe(dataset, "__getitems__") or is_collated(dataset):  # a batch is no list of samples
-            self.__getitems__ = None  # type: ignore[method-assign, assignment]  # samples are asked for one by one
-        if batch_method(dataset) is None or is_collated(dataset):
-            self.getitems = None  # type: ignore[method-assign, assignment]
 
     @property
     def dataset(self) -> Any:
@@ -138,37 +135,12 @@ class CachedDataset(OpensDataset, Dataset[T_co]):
             self._keep(key, sample)
         return self._transformed(sample)  # type: ignore[no-any-return]
 
-    def __getitems__(self, keys: Sequence[Any]) -> list[T_co]:
-        """Return the samples of a batch, those that are missing asked for together."""
-        samples = [self._store.get(key) for key in keys]
-        if missing := [at for at, sample in enumerate(samples) if sample is MISSING]:
-            with self._watched():
-                made = self.dataset.__getitems__([keys[at] for at in missing])
-            for at, sample in zip(missing, made, strict=True):
-                self._keep(keys[at], sample)
-                samples[at] = sample
-        return [self._transformed(sample) for sample in samples]
-
     async def getitem(self, key: Any) -> T_co:
         """Return a sample, from the cache or else of the dataset, without blocking the loop."""
-        sample = await self._kept(key)
+        sample = await self._aside(self._store.get, key)
         if sample is MISSING:
-            with self._watched():
-                return await self._made_of(key, sample_method(self.dataset)(key))  # type: ignore[no-any-return]
+            return await self._made_of(key, sample_method(self.dataset)(key))  # type: ignore[no-any-return]
         return await resolved(self._transformed(sample))  # type: ignore[no-any-return]
-
-    async def getitems(self, keys: Sequence[Any]) -> list[T_co]:
-        """Return the samples of a batch, those that are missing awaited together."""
-        samples = [await self._kept(key) for key in keys]
-        if missing := [at for at, sample in enumerate(samples) if sample is MISSING]:
-            get_samples = batch_method(self.dataset)
-            assert get_samples is not None
-            with self._watched():
-                made = await resolved(get_samples([keys[at] for at in missing]))
-            for at, sample in zip(missing, made, strict=True):
-                await self._keep_async(keys[at], sample)
-                samples[at] = sample
-        return [await resolved(self._transformed(sample)) for sample in samples]
 
     def usage(self) -> StoreUsage:
         """Return how many samples are kept, in how many bytes, and how many it may be."""
@@ -177,16 +149,19 @@ class CachedDataset(OpensDataset, Dataset[T_co]):
     def _transformed(self, sample: Any) -> Any:
         if self.transform is None:
             return sample
-        self._watch.muddle()  # it may draw, while other samples are being made
         with sample_seed():  # so what it draws does not depend on whether the sample was kept
             return self.transform(sample)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Say once on this machine if samples that are made here draw random numbers before they are kept."""
-        before = self._watch.begin()
+        """Say once if one of the first samples draws random numbers before it is kept, where nothing else may draw."""
+        if not self._num_watched or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._num_watched -= 1
+        before = _states(self.dataset)
         yield
-        drawn = self._watch.end(before)
+        drawn = [name for name, state in _states(self.dataset).items() if before.get(name, state) != state]
         other = bytes(255 - byte for byte in self._run)  # than is told that there is no room
         if drawn and self._store.first_to_tell(other):
             log.warning(
@@ -198,47 +173,39 @@ class CachedDataset(OpensDataset, Dataset[T_co]):
             )
 
     def _keep(self, key: Any, sample: Any) -> None:
-        error = self._store.add(key, sample)
-        if error is not None and self._store.first_to_tell(self._run):
+        why_not = self._store.add(key, sample)
+        if why_not and self._store.first_to_tell(self._run):
             log.warning(
-                "The cache of %s cannot be written to any more (%s): what it has is used, the rest is read from the "
-                "dataset as ever.",
+                "The cache of %s takes no more samples (%s): what it has is used, the rest is read from the dataset as "
+                "ever.",
                 type(self.dataset).__name__,
-                error,
+                why_not,
             )
 
     async def _made_of(self, key: Any, sample: Any) -> Any:
         sample = await resolved(sample)
-        await self._keep_async(key, sample)
+        await self._aside(self._keep, key, sample)
         return await resolved(self._transformed(sample))
 
-    async def _kept(self, key: Any) -> Any:
-        try:
-            return self._store.get(key, wait=False)
-        except BlockingIOError:
-            return await in_thread(self._store.get, key)
-
-    async def _keep_async(self, key: Any, sample: Any) -> None:
-        if self._store.is_on_disk:
-            await in_thread(self._keep, key, sample)
-        else:
-            self._keep(key, sample)
+    async def _aside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that may ask the disk: then on a thread."""
+        return await in_thread(function, *args) if self._store.is_on_disk else function(*args)
 
 
-def _check(dataset: Any, where: Any, transform: Any, max_bytes: Any, fingerprint: Any, epoch_independent: bool) -> None:
-    if is_collated(dataset) and not has_samples(dataset):
-        raise ConfigurationError(
-            f"samples are kept one by one, and {type(dataset).__name__} gives batches alone (collated = True); "
-            "give it a __getitem__ as well"
-        )
-    if isinstance(dataset, IterableDataset) or is_async_iterable(dataset) or not _has_keys(dataset):
+def _states(dataset: Any) -> dict[str, Any]:
+    """Return what tells the states of the generators that a sample may draw from."""
+    named = dict(zip(("torch", "random", "numpy.random"), GLOBAL, strict=True)) | generators_of(dataset)
+    return {name: check_of(generator) for name, generator in named.items()}
+
+
+def _check(dataset: Any, where: Any, max_bytes: Any, fingerprint: Any, epoch_independent: bool) -> None:
+    has_keys = hasattr(type(dataset), "__getitem__") or hasattr(type(dataset), "__getitems__")
+    if isinstance(dataset, IterableDataset) or is_async_iterable(dataset) or not has_keys:
         raise ConfigurationError(
             f"samples are kept by their keys, and a {type(dataset).__name__} has none: it is no map-style dataset"
         )
     if not isinstance(where, (str, os.PathLike)) or not os.fspath(where):
         raise ConfigurationError(f'samples are kept in "ram" or in a folder, which is no {where!r}')
-    if transform is not None and not callable(transform):
-        raise ConfigurationError(f"transform is called with each sample, which {transform!r} cannot be")
     if max_bytes is not None:
         at_least("max_bytes", max_bytes, least=1)
     if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
@@ -258,38 +225,10 @@ def _check(dataset: Any, where: Any, transform: Any, max_bytes: Any, fingerprint
         )
 
 
-def _has_keys(dataset: Any) -> bool:
-    return hasattr(type(dataset), "__getitem__") or hasattr(type(dataset), "__getitems__")
-
-
 def _on_disk(folder: Path, length: int | None, max_bytes: int | None, contents: str) -> SampleStore:
     folder.mkdir(parents=True, exist_ok=True)
-    fingerprint = hashlib.blake2b(contents.encode(), digest_size=32).digest()
-    path = folder / f"{fingerprint.hex()[:32]}{_SUFFIX}"
+    path = folder / f"{hashlib.blake2b(contents.encode(), digest_size=16).hexdigest()}.samples"
     if max_bytes is None:
         there = path.stat().st_blocks * 512 if path.exists() else 0
         max_bytes = there + int(shutil.disk_usage(folder).free * _SHARE_OF_DISK)
-    is_new = not path.exists()
-    store = SampleStore.at(path, length, max_bytes, fingerprint)
-    kept, others = store.usage(), _others(folder, path.name)
-    log.info(
-        "cache %s: %s, %d samples in %.1f MB, %s at most%s",
-        path,
-        "new" if is_new else "continued",
-        kept.samples,
-        kept.bytes / 1e6,
-        f"{max_bytes / 1e6:,.1f} MB",
-        f"; of other datasets, or earlier versions, {len(others)} files with {sum(others) / 1e6:,.1f} MB"
-        * bool(others),
-    )
-    return store
-
-
-def _others(folder: Path, name: str) -> list[int]:
-    """Return the bytes on the disk of the other caches in the folder."""
-    found = []
-    for entry in os.scandir(folder):
-        if entry.name.endswith(_SUFFIX) and entry.name != name:
-            with contextlib.suppress(FileNotFoundError):
-                found.append(entry.stat().st_blocks * 512)
-    return found
+    return SampleStore.at(path, length, max_bytes)

@@ -1,28 +1,28 @@
 """Samples by key in one file, in memory or on a disk, which any number of processes fill and read at once.
 
-    head | table: a slot for each key | samples, one after the other
-                    └── where the sample is, how long, whose it is, checksums
+    head | table: slots | samples, each with its key, appended one after the other
+                    └── where the sample is, how long, hash of its key, checksums
 
-    read     slot ──> sample                                  no lock
-    add      claim room (locked: two numbers in the head) ──> write the sample ──> write its slot
+    read     slots of the key's hash ──> sample, if it has this key
+    add      append key and sample: the kernel says where ──> write a slot
 
-A process that is killed between two steps leaves room that nobody uses; a slot is written after its sample, within one
-page, so there is all of it or nothing. Files are read and written, not mapped: a full disk is an error then and not a
-signal. Nothing is ever taken out: an epoch reads every sample once, so what was used least recently is as likely to be
-wanted next as anything else, and a cache that is too small for all would throw out each sample before its next use.
+Nobody takes a lock, so a process that is stopped or killed holds up no other: what is appended (O_APPEND) is nobody
+else's, and a slot is written after its sample, within one page, so there is all of it or nothing. Two processes that
+add at the same moment may write one slot: then one of the two samples is made again later. Files are read and written,
+not mapped: a full disk is an error then and not a signal. Nothing is ever taken out: an epoch reads every sample once,
+so what was used least recently is as likely to be wanted next as anything else, and a cache that is too small for all
+would throw out each sample before its next use.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
-import logging
 import os
 import secrets
 import struct
-import time
+import sys
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,22 +32,19 @@ import numpy as np
 from asyncloader.datasets.memory_file import HEAD, MemoryFile, write_at
 from asyncloader.datasets.records import aligned, empty, pack, unpack
 from asyncloader.datasets.shared_dict import canonical
+from asyncloader.errors import ConfigurationError
 
-log = logging.getLogger("asyncloader")
-
-KIND = b"asl-smp1"
+KIND = b"asl-smp2"
 MISSING = object()
 
-_HEAD = struct.Struct("<QQ32s")  # direct slots, hashed slots, fingerprint
-_HEAD_AT = HEAD
-_CLAIMS = struct.Struct("<QQQ16s")  # most bytes, claimed bytes, samples, who was told last that there is no room
-_CLAIMS_AT = 256
+_HEAD = struct.Struct("<Q")  # how many slots
+_TOLD_AT = 128  # who was told last why no more samples are kept
 _TABLE_AT = 4096
 _SLOT = struct.Struct("<QQQII")  # offset, length, hash of the key, checksum of the sample, checksum of the slot
-_WINDOW = 16  # slots that are looked at for a key that is no index
-_LEAST_HASHED = 1 << 16
-_LOCK_WAIT_S = 1.0
-_LOCK_POLL_S = 50e-6
+_WINDOW = 16  # slots that a key may have
+_LEAST_SLOTS = 1 << 16
+_UNKNOWN_SLOTS = 1 << 20
+_PIECE_BYTES = 1 << 20  # of the table are looked at together
 
 
 class StoreUsage(NamedTuple):
@@ -63,285 +60,183 @@ class SampleStore:
 
     Args:
         file: The file, as `in_memory` or `at` have made it.
+        max_bytes: How many bytes of samples it may hold.
 
     Attributes:
         is_on_disk: Whether to read or write may take as long as a disk takes.
     """
 
-    def __init__(self, file: MemoryFile) -> None:
-        self._file = file
-        self._direct, self._hashed, _ = _HEAD.unpack(os.pread(file.fd, _HEAD.size, _HEAD_AT))
-        self._data_at = _TABLE_AT + _SLOT.size * (self._direct + self._hashed + _WINDOW)
+    def __init__(self, file: MemoryFile, max_bytes: int) -> None:
         self.is_on_disk = file.path is not None  # after a crash of the machine, a slot may be there without its sample
+        self._file, self._max_bytes = file, max_bytes
+        (self._num_slots,) = _HEAD.unpack(os.pread(file.fd, _HEAD.size, HEAD))
+        self._data_at = _TABLE_AT + _SLOT.size * (self._num_slots + _WINDOW)
         self._may_write = os.access(file.path, os.W_OK) if file.path else True
-        self._told_outdated = False
-        self._lock_wait_s = _LOCK_WAIT_S
 
     @classmethod
-    def in_memory(cls, slots: int | None, max_bytes: int) -> SampleStore:
-        """Make one that lives as long as a process has it.
-
-        Args:
-            slots: How many keys there are, counted from 0; None if that is not known.
-            max_bytes: How many bytes of samples it may hold.
-        """
+    def in_memory(cls, count: int | None, max_bytes: int) -> SampleStore:
+        """Make one that lives as long as a process has it, for so many keys, if that is known."""
+        if sys.platform != "linux":
+            raise ConfigurationError('samples are kept in "ram" on Linux alone: give a folder')
         file = MemoryFile.create(KIND)
-        _write_head(file.fd, slots, b"", max_bytes)
-        return cls(file)
+        _write_head(file.fd, count)
+        return cls(file, max_bytes)
 
     @classmethod
-    def at(cls, path: Path, slots: int | None, max_bytes: int, fingerprint: bytes) -> SampleStore:
+    def at(cls, path: Path, count: int | None, max_bytes: int) -> SampleStore:
         """Open the one at a path; make it if there is none. Several processes may do so at once.
 
         Raises:
             OSError: The disk is full, or permissions forbid it.
             ValueError: The file is something else.
         """
-        if not path.exists():
-            _create_at(path, slots, max_bytes, fingerprint)
-        store = cls(MemoryFile.open(os.fspath(path), KIND, writable=os.access(path, os.W_OK)))
-        if store._may_write:
-            with contextlib.suppress(BlockingIOError), store._locked():
-                _, *rest = store._claims()
-                store._write_claims(max_bytes, *rest)
-        return store
+        return cls(_made_at(path, count), max_bytes)
 
     def __reduce__(self) -> Any:
-        return SampleStore, (self._file,)
+        return SampleStore, (self._file, self._max_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SampleStore:
         """Return an empty one in memory: the dataset is copied with it, and the copy may be changed."""
-        return self if self.is_on_disk else SampleStore.in_memory(self._direct or None, self.usage().max_bytes)
+        return self if self.is_on_disk else SampleStore.in_memory(self._num_slots // 2, self._max_bytes)
 
     def usage(self) -> StoreUsage:
-        """Return what it holds."""
-        limit, claimed, samples, _ = self._claims()
-        return StoreUsage(samples, claimed, limit)
+        """Return what it holds. Takes as long as reading the table."""
+        count = 0
+        for at in range(_TABLE_AT, self._data_at, _PIECE_BYTES):
+            slots = os.pread(self._file.fd, min(_PIECE_BYTES, self._data_at - at), at)
+            count += np.count_nonzero(np.frombuffer(slots, np.uint64)[:: _SLOT.size // 8])
+        return StoreUsage(int(count), os.fstat(self._file.fd).st_size - self._data_at, self._max_bytes)
 
-    def get(self, key: Any, *, wait: bool = True) -> Any:
+    def get(self, key: Any) -> Any:
         """Return a sample, or MISSING.
 
-        A sample on a disk whose class is not there any more counts as missing: it is made anew, and kept anew.
-
-        Args:
-            key: Its key.
-            wait: Wait for the disk, if it has to be asked.
-
         Raises:
-            BlockingIOError: The disk has to be asked, and is not to be waited for.
-            Exception: Unpickling the sample failed; a note names the file.
+            Exception: Unpickling the sample failed; of a store on a disk, a note names the file.
         """
-        at, _, found = self._find(key, wait)
-        if found is None:
+        data = canonical(key)
+        if data is None:
             return MISSING
-        offset, length, checksum = found
-        buffer = empty(length)
-        memory = memoryview(buffer)
-        if not self._read(memory, offset, wait) or (self.is_on_disk and zlib.crc32(memory) != checksum):
-            self._empty(at)
+        first, wanted, window = self._look(data)
+        for at, slot in enumerate(window, first):
+            if slot is None:
+                break
+            if slot[2] == wanted and (sample := self._sample(at, slot, data, key)) is not MISSING:
+                return sample
+        return MISSING
+
+    def _sample(self, at: int, slot: tuple[int, ...], data: bytes, key: Any) -> Any:
+        """Return the sample of a slot, if it is that of this key."""
+        offset, length, _, checksum, _ = slot
+        memory = memoryview(empty(length))
+        if os.preadv(self._file.fd, [memory], offset) < length or (self.is_on_disk and zlib.crc32(memory) != checksum):
+            self._put(at, bytes(_SLOT.size))
             return MISSING
         try:
-            return unpack(memory)
+            owner, sample = unpack(memory)
         except Exception as error:
-            if not self.is_on_disk:
-                raise
-            if not isinstance(error, (AttributeError, ImportError)):
+            if self.is_on_disk:
                 error.add_note(
-                    f"It is the sample {key!r} of the cache {self._file.path}; delete that if it is outdated."
+                    f"It is the sample {key!r} of the cache {self._file.path}. If its code has changed since, give the "
+                    "cache another fingerprint."
                 )
-                raise
-            if not self._told_outdated:
-                self._told_outdated = True
-                log.warning(
-                    "The cache %s has samples of code that has changed since (%s): they are made and kept anew.",
-                    self._file.path,
-                    error,
-                )
-            self._empty(at)
-            return MISSING
+            raise
+        return sample if owner == data else MISSING
 
-    def add(self, key: Any, sample: Any) -> OSError | None:
-        """Keep a sample, if there is room; return the error, and try no more, if it could not be written.
+    def add(self, key: Any, sample: Any) -> str:
+        """Keep a sample, if there is room; return why no more can be kept, if the file or the table forbids it.
 
         Raises:
             Exception: Pickling the sample failed.
         """
-        at, owner, found = self._find(key, wait=True)
-        if not self._may_write or at < 0 or found is not None:
-            return None
-        pieces = pack(sample)
-        length = sum(aligned(len(piece)) for piece in pieces[:-1]) + len(pieces[-1])
-        offset = self._claim(aligned(length))
-        if offset is None:
-            return None
+        data = canonical(key)
+        if data is None or not self._may_write:
+            return ""
+        first, wanted, window = self._look(data)
+        at = next((at for at, slot in enumerate(window, first) if slot is None or slot[2] == wanted), None)
+        if at is None:
+            return f"its table of {self._num_slots:,} keys is full: that of a dataset with a length is large enough"
+        if window[at - first] is not None:  # another process has just made it
+            return ""
+        record = _joined(pack((data, sample)))
+        if os.fstat(self._file.fd).st_size - self._data_at + len(record) > self._max_bytes:
+            return ""
         try:
-            checksum, begin = 0, offset
-            for piece in pieces:
-                write_at(self._file.fd, piece, begin)
-                checksum = self._add_to(checksum, piece, is_last=piece is pieces[-1])
-                begin += aligned(len(piece))
-            self._fill(at, offset, length, owner, checksum)
-        except BlockingIOError:  # another process holds the lock for long: the next sample is tried again
-            return None
+            offset = self._append(record)
         except OSError as error:
             self._may_write = False
-            return error
-        return None
+            return str(error)
+        checksum = zlib.crc32(record) if self.is_on_disk else 0
+        slot = _SLOT.pack(offset, len(record), wanted, checksum, 0)[:-4]
+        self._put(at, slot + struct.pack("<I", zlib.crc32(slot)))
+        return ""
 
     def first_to_tell(self, who: bytes) -> bool:
-        """Whether no process of `who` has been told yet that there is no room; from now on one has."""
-        try:
-            with self._locked():
-                *rest, last = self._claims()
-                self._write_claims(*rest, who)
-                return bool(last != who)
-        except OSError:  # a head that cannot be written to any more
-            return True
+        """Whether no process of `who`, 16 bytes, has been told yet that no more is kept; from now on one has.
 
-    # ---- slots ----
-
-    def _find(self, key: Any, wait: bool) -> tuple[int, int, tuple[int, int, int] | None]:
-        """Return the slot of a key, its hash, and of its sample offset, length and checksum.
-
-        The last is None if the slot is free; the slot is -1 if there is none for this key.
+        Two that ask at the same moment may both be the first.
         """
-        data = canonical(key)
-        if data is None:
-            return -1, 0, None
+        told = os.pread(self._file.fd, 16, _TOLD_AT)
+        with contextlib.suppress(OSError):  # a file that cannot be written to
+            write_at(self._file.fd, who, _TOLD_AT)
+        return told != who
+
+    def _look(self, data: bytes) -> tuple[int, int, list[tuple[int, ...] | None]]:
+        """Return the number of a key's first slot, the hash of the key, and its slots, None where one is free."""
         wanted = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")  # the same in every process
-        first, count = self._direct + wanted % self._hashed, _WINDOW
-        if isinstance(key, (int, np.integer)) and 0 <= key < self._direct:
-            first, count = int(key), 1
-        slots = memoryview(bytearray(_SLOT.size * count))
-        if not self._read(slots, _TABLE_AT + _SLOT.size * first, wait):
-            return first, wanted, None
-        for number in range(count):
-            slot = slots[number * _SLOT.size : (number + 1) * _SLOT.size]
-            offset, length, owner, checksum, _ = _SLOT.unpack(slot)
-            if not _is_filled(slot):
-                return first + number, wanted, None
-            if owner == wanted:
-                return first + number, wanted, (offset, length, checksum)
-        return -1, wanted, None
-
-    def _fill(self, at: int, *values: int) -> None:
-        slot = _SLOT.pack(*values, 0)[:-4]
-        self._put(at, slot + struct.pack("<I", zlib.crc32(slot)))
-
-    def _empty(self, at: int) -> None:
-        if self._may_write:
-            with contextlib.suppress(OSError):
-                self._put(at, bytes(_SLOT.size))
+        first = (int(data[1:]) if data[:1] == b"i" else wanted) % self._num_slots  # 0, 1, 2, ... have one each
+        memory = os.pread(self._file.fd, _SLOT.size * _WINDOW, _TABLE_AT + _SLOT.size * first)
+        slots = [memory[at : at + _SLOT.size] for at in range(0, len(memory), _SLOT.size)]
+        return first, wanted, [_SLOT.unpack(slot) if _is_filled(slot) else None for slot in slots]
 
     def _put(self, at: int, slot: bytes) -> None:
-        """Write a slot, and count the sample that it has in place of what was there.
+        if self._may_write:
+            with contextlib.suppress(OSError):  # then the sample is made again
+                write_at(self._file.fd, slot, _TABLE_AT + _SLOT.size * at)
 
-        Two workers may have made the same sample at the same time: it is there once.
+    def _append(self, record: bytes) -> int:
+        """Write at the end of the file, and return where that was.
+
+        The descriptor is opened for this call alone: a fork, or another thread, would share its position.
         """
-        place = _TABLE_AT + _SLOT.size * at
-        with self._locked():
-            before = os.pread(self._file.fd, _SLOT.size, place)
-            write_at(self._file.fd, slot, place)
-            limit, claimed, samples, told = self._claims()
-            self._write_claims(limit, claimed, samples + _is_filled(slot) - _is_filled(before), told)
-
-    def _add_to(self, checksum: int, piece: Any, *, is_last: bool) -> int:
-        if not self.is_on_disk:
-            return 0
-        checksum = zlib.crc32(piece, checksum)
-        return checksum if is_last else zlib.crc32(bytes(aligned(len(piece)) - len(piece)), checksum)
-
-    def _read(self, into: memoryview, offset: int, wait: bool) -> bool:
-        """Fill memory from the file; False if the file ends before."""
-        flags = 0 if wait or not self.is_on_disk else getattr(os, "RWF_NOWAIT", 0)
-        while into:
-            try:
-                count = os.preadv(self._file.fd, [into], offset, flags)
-            except OSError as error:
-                if not flags or error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                raise BlockingIOError(errno.EAGAIN, "the file system cannot tell") from error
-            if not count:
-                return False
-            into, offset = into[count:], offset + count
-        return True
-
-    # ---- room ----
-
-    def _claim(self, size: int) -> int | None:
-        """Reserve room for a sample; None if there is none, or if somebody else takes long to reserve some."""
+        name = self._file.path or f"/proc/self/fd/{self._file.fd}"
+        fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
-            with self._locked():
-                limit, claimed, samples, told = self._claims()
-                if claimed + size > limit:
-                    return None
-                self._write_claims(limit, claimed + size, samples, told)
-                return int(self._data_at + claimed)
-        except BlockingIOError:
-            return None
-
-    def _claims(self) -> tuple[int, int, int, bytes]:
-        return _CLAIMS.unpack(os.pread(self._file.fd, _CLAIMS.size, _CLAIMS_AT))
-
-    def _write_claims(self, *values: Any) -> None:
-        write_at(self._file.fd, _CLAIMS.pack(*values), _CLAIMS_AT)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Any:
-        """Hold the lock of the file, which the kernel takes from whoever dies; it is held for some microseconds.
-
-        On a busy machine whoever holds it may be off its core for many milliseconds, and is waited for. A process that
-        is stopped while it holds it stops nobody else: it is waited for once, for a second, and from then on, until the
-        lock has been free again, others go on at once without keeping their sample.
-
-        Raises:
-            BlockingIOError: Another process holds it for too long.
-        """
-        with MemoryFile.turn:
-            give_up = time.monotonic() + self._lock_wait_s
-            while True:
-                try:
-                    fcntl.lockf(self._file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-                    break
-                except (BlockingIOError, PermissionError):  # another process holds it: EAGAIN, or EACCES
-                    if time.monotonic() >= give_up:
-                        self._lock_wait_s = 0.0
-                        raise BlockingIOError(errno.EAGAIN, "another process holds the lock") from None
-                time.sleep(_LOCK_POLL_S)
-            self._lock_wait_s = _LOCK_WAIT_S
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._file.fd, fcntl.LOCK_UN, 1, 0)
+            count = os.write(fd, record)
+            end = os.lseek(fd, 0, os.SEEK_CUR)
+        finally:
+            os.close(fd)
+        if count < len(record):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return end - count
 
 
-def _is_filled(slot: bytes | memoryview) -> bool:
+def _joined(pieces: list[Any]) -> bytes:
+    return b"".join(part for piece in pieces for part in (piece, bytes(aligned(len(piece)) - len(piece))))
+
+
+def _is_filled(slot: bytes) -> bool:
     """Whether a slot has a sample; not one that was written to in part."""
-    if len(slot) < _SLOT.size:
-        return False
-    offset, *_, checksum = _SLOT.unpack(slot)
-    return bool(offset) and checksum == zlib.crc32(slot[:-4])
+    return bool(struct.unpack("<I", slot[-4:])[0] == zlib.crc32(slot[:-4]))
 
 
-def _write_head(fd: int, slots: int | None, fingerprint: bytes, max_bytes: int) -> None:
-    direct = slots or 0
-    # Holes take no room: with other keys than 0, 1, 2, ... the second part is filled, and the first stays empty.
-    hashed = 4 * max(direct, _LEAST_HASHED if slots is not None else 1 << 20)
-    write_at(fd, _HEAD.pack(direct, hashed, fingerprint), _HEAD_AT)
-    write_at(fd, _CLAIMS.pack(max_bytes, 0, 0, b""), _CLAIMS_AT)
-    os.ftruncate(fd, _TABLE_AT + _SLOT.size * (direct + hashed + _WINDOW))
+def _write_head(fd: int, count: int | None) -> None:
+    slots = _UNKNOWN_SLOTS if count is None else max(2 * count, _LEAST_SLOTS)  # holes in a file take no room
+    write_at(fd, _HEAD.pack(slots), HEAD)
+    os.ftruncate(fd, _TABLE_AT + _SLOT.size * (slots + _WINDOW))
 
 
-def _create_at(path: Path, slots: int | None, max_bytes: int, fingerprint: bytes) -> None:
-    """Make an empty store that appears under its name when it is complete; the first of several who try wins."""
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_at(fd, (KIND + secrets.token_bytes(16)).ljust(HEAD, b"\0"), 0)
-        _write_head(fd, slots, fingerprint, max_bytes)
-        os.fsync(fd)
-        with contextlib.suppress(FileExistsError):
-            os.link(beside, path)
-    finally:
-        os.close(fd)
-        os.unlink(beside)
+def _made_at(path: Path, count: int | None) -> MemoryFile:
+    """Open the file at a path; make an empty one, complete when it appears, where the first of several wins."""
+    if not path.exists():
+        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_at(fd, (KIND + secrets.token_bytes(16)).ljust(HEAD, b"\0"), 0)
+            _write_head(fd, count)
+            os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(beside, path)
+        finally:
+            os.close(fd)
+            os.unlink(beside)
+    return MemoryFile.open(os.fspath(path), KIND, writable=os.access(path, os.W_OK))

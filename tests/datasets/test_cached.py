@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-import logging
 import os
 import pickle
 import random
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from asyncloader import ConfigurationError, DataLoader, sample_rng, sample_seed
-from asyncloader.datasets import CachedDataset, FileDataset
-from tests import inside
+from asyncloader.datasets import CachedDataset, FileDataset, sample_store
 from tests.nursery import Program
 
 COUNT = 40
@@ -261,16 +257,6 @@ def test_keys_of_other_kinds_find_their_samples(where: str) -> None:
     assert not asked
 
 
-def test_missing_samples_of_a_batch_are_asked_for_together(where: str, log: Path) -> None:
-    """Of a dataset that makes batches; others are asked one by one."""
-    cached = CachedDataset(Batches(log), where, fingerprint="v1")
-    cached[3]
-    assert all(map(is_right, cached.__getitems__([2, 3, 4]), [2, 3, 4]))
-    assert all(map(is_right, cached.__getitems__([4, 3, 5]), [4, 3, 5]))
-    assert made(log) == ["3", "[2, 4]", "[5]"]
-    assert CachedDataset(Noted(log), where, fingerprint="v1").__getitems__ is None
-
-
 class Collated(Dataset[Any]):
     """Its batches are batches."""
 
@@ -287,19 +273,13 @@ class Collated(Dataset[Any]):
 
 
 def test_samples_of_a_dataset_that_collates(where: str) -> None:
-    """Are asked for one by one; one that has none is refused."""
+    """Are asked for one by one."""
     loader = DataLoader(CachedDataset(Collated(), where, fingerprint="v1"), 3)
     for _ in range(2):
         assert [[part.tolist() for part in batch] for batch in loader] == [
             [[0, 1, 2], [0, 2, 4]],
             [[3, 4, 5], [6, 8, 10]],
         ]
-
-    class Only(Collated):
-        __getitem__ = Dataset.__getitem__
-
-    with pytest.raises(ConfigurationError, match="gives batches alone"):
-        CachedDataset(Only(), where, fingerprint="v1")
 
 
 def test_so_many_bytes_and_no_more(where: str, log: Path) -> None:
@@ -313,6 +293,48 @@ def test_so_many_bytes_and_no_more(where: str, log: Path) -> None:
     assert len(made(log)) == COUNT + (COUNT - usage.samples)
 
 
+def test_a_key_never_has_the_sample_of_another(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their hashes are: here all keys have one, so that the second is not kept, and is made each time."""
+
+    class Constant:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def digest(self) -> bytes:
+            return bytes(8)
+
+    class ByName(Dataset[Any]):
+        def __getitem__(self, key: Any) -> Any:
+            return f"the sample of {key}"
+
+    cached = CachedDataset(ByName(), where, fingerprint="by name")
+    monkeypatch.setattr(sample_store.hashlib, "blake2b", Constant)
+    for _ in range(3):
+        for key in ("a", "b", ("a", "b"), "c", None):
+            assert cached[key] == f"the sample of {key}"
+    assert cached.usage().samples == 1
+
+
+def test_a_full_table_is_told(where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A dataset without a length has a table of some size: once it is full, no more is kept, and that is said once."""
+    monkeypatch.setattr(sample_store, "_UNKNOWN_SLOTS", 50)
+
+    class Doubles(Dataset[Any]):
+        def __getitem__(self, key: Any) -> Any:
+            return key * 2
+
+    cached = CachedDataset(Doubles(), where, fingerprint="doubles")
+    for _ in range(2):
+        assert [cached[f"{key} "] for key in range(500)] == [f"{key} {key} " for key in range(500)]
+    assert 30 < cached.usage().samples <= 50 + 16
+    (told,) = caplog.messages
+    assert told.startswith("The cache of Doubles takes no more samples (its table of 50 keys is full")
+    caplog.clear()
+    known = CachedDataset(Noted(Path("/dev/null"), 1000), where, fingerprint="known")
+    assert all(is_right(known[index], index) for index in range(1000))
+    assert known.usage().samples == 1000
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -320,7 +342,6 @@ def test_so_many_bytes_and_no_more(where: str, log: Path) -> None:
         ({"where": 3}, "is no 3"),
         ({"max_bytes": 0}, "max_bytes should be"),
         ({"max_bytes": 1.5}, "max_bytes should be"),
-        ({"transform": 1}, "transform is called"),
         ({"fingerprint": 1}, "fingerprint is a text"),
         ({"fingerprint": ""}, "fingerprint is a text"),
         ({"dataset": iter}, "it is no map-style dataset"),
@@ -347,28 +368,6 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: str, log: Path)
 
 
 # ---- workers ----
-
-
-def test_a_sample_that_two_have_made_counts_once(where: str, log: Path) -> None:
-    """Workers of a loop that was left are still at it while those of the next loop make the same."""
-    cached = CachedDataset(Noted(log), where, fingerprint="v1")
-    store = cached._store
-    other = copy.copy(store)
-    find = other._find
-
-    def find_late(key: Any, wait: bool) -> Any:
-        found = find(key, wait)
-        store.add(key, sample(key))  # between the look of the other one and its claim
-        return found
-
-    other._find = find_late  # type: ignore[method-assign]
-    for key in range(COUNT):
-        other.add(key, sample(key))
-    assert cached.usage().samples == COUNT
-    store._empty(store._find(3, True)[0])
-    assert cached.usage().samples == COUNT - 1
-    assert is_right(cached[3], 3)
-    assert cached.usage().samples == COUNT
 
 
 def test_workers_share_it(where: str, log: Path, start_method: str) -> None:
@@ -634,22 +633,6 @@ RENAMED = """
 """
 
 
-def test_samples_of_a_class_that_is_gone(run: Callable[..., Program], tmp_path: Path) -> None:
-    """They are made and kept anew, and it is said once, with the file."""
-    folder = tmp_path / "cache"
-    for name in ("Sample", "Item", "Item"):
-        done = run(RENAMED.format(name=name), folder)
-        assert done.returncode == 0, done.explain("")
-        (path,) = folder.iterdir()
-        *told, first_time, again = [line for line in done.out.splitlines() if not line.startswith("making")]
-        assert first_time == again == f"{name}(x=0) {name}(x=1)"
-        expected = f"The cache {path} has samples of code that has changed since ("
-        assert all(line.startswith(expected) and "attribute 'Sample'" in line for line in told)
-        assert len(told) == (name == "Item" and done.out.count("making") > 0)
-        assert (done.out.count("making") == 2) == (name == "Sample" or bool(told))
-    assert not told
-
-
 class Counted:
     """Unpickled, it needs as many values as its class has by then."""
 
@@ -710,7 +693,7 @@ FULL = """
 
     logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)
     cached = CachedDataset(Large(), sys.argv[1], fingerprint="v1", max_bytes=1 << 30)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000_000, 9_000_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, 4_000_000))
     loader = DataLoader(cached, batch_size=4, num_workers=2)
     for epoch in range(3):
         assert [int(x) for batch in loader for x in batch[:, 0]] == list(range(64))
@@ -723,19 +706,8 @@ def test_a_full_disk_is_told_once_and_costs_no_sample(run: Callable[..., Program
     done = run(FULL, tmp_path / "cache")
     assert done.returncode == 0, done.explain("")
     warning, end = done.out.splitlines()
-    assert warning.startswith("The cache of Large cannot be written to any more ([Errno 27] File too large)")
+    assert warning.startswith("The cache of Large takes no more samples ([Errno 2")
     assert end == "True"
-
-
-def test_what_else_is_in_the_folder_is_told(tmp_path: Path, log: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Caches of earlier versions stay, and take room."""
-    caplog.set_level(logging.INFO, "asyncloader")
-    for factor in (1, 2, 1):
-        CachedDataset(Noted(log, factor=factor), tmp_path / "cache", fingerprint=f"v{factor}", max_bytes=10_000)[0]
-    new, other, again = caplog.messages
-    assert "new, 0 samples" in new
-    assert "of other datasets, or earlier versions, 1 files" in other
-    assert "continued, 1 samples" in again
 
 
 # ---- killed, stopped, at once ----
@@ -793,54 +765,6 @@ def test_two_who_fill_it_at_once(where: str, log: Path) -> None:
     made(log)
     assert all(is_right(cached[index], index) for index in range(500))
     assert not made(log)
-
-
-@contextlib.contextmanager
-def held(cached: CachedDataset[Any], seconds: float | None = None) -> Iterator[None]:
-    """Have another process hold the lock of a cache: for so long, or until it is killed."""
-    reading, writing = os.pipe()
-    if not (pid := os.fork()):
-        with inside.lock(cached):
-            os.write(writing, b"x")
-            pause(1000 if seconds is None else seconds)
-        os._exit(0)
-    os.read(reading, 1)
-    try:
-        yield
-    finally:
-        if seconds is None:
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(reading)
-        os.close(writing)
-
-
-def test_who_is_off_its_core_with_the_lock_is_waited_for(where: str, log: Path) -> None:
-    """On a busy machine that takes longer than the lock is held by itself; what is made meanwhile is kept."""
-    cached = CachedDataset(Noted(log), where, fingerprint="v1")
-    for index in range(3):
-        with held(cached, seconds=0.1):
-            assert is_right(cached[index], index)
-    assert all(is_right(cached[index], index) for index in range(3))
-    assert made(log) == ["0", "1", "2"]
-
-
-def test_who_is_stopped_with_the_lock_stops_nobody(where: str, log: Path) -> None:
-    """Others wait for it once, not at each sample; what they make meanwhile is not kept."""
-    cached = CachedDataset(Noted(log, 400), where, fingerprint="v1")
-    with held(cached):
-        begun = time.monotonic()
-        assert all(is_right(cached[index], index) for index in range(400))
-        assert time.monotonic() - begun < 60  # not a second for each of them
-    assert not cached.usage().samples
-    made(log)
-    with held(cached, seconds=0.1):  # it is worth waiting again, once the lock has been free
-        assert is_right(cached[0], 0)
-    assert is_right(cached[1], 1)
-    with held(cached, seconds=0.1):
-        assert is_right(cached[2], 2)
-    assert [is_right(cached[index], index) for index in (1, 2)] == [True, True]
-    assert made(log) == ["0", "1", "2"]
 
 
 RANKS = """
@@ -901,7 +825,6 @@ DRAWS: dict[str, Callable[[], Callable[[], float]]] = {
     "random": lambda: random.random,
     "numpy.random": lambda: np.random.rand,
     "torch": lambda: lambda: float(torch.rand(())),
-    "asyncloader.sample_rng()": lambda: lambda: float(sample_rng().random()),
     "draw.generator": own_draw,
 }
 
@@ -922,17 +845,6 @@ def test_samples_that_are_random_before_they_are_kept_are_told_once(
     (told,) = random_warnings(caplog)
     assert f"Augmented draw random numbers (from {source})" in told
     assert "transform=augment" in told
-
-
-def test_samples_of_an_async_dataset_that_are_random_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """As those of a folder of images whose transform is below the cache."""
-    cached: Any = CachedDataset(AugmentedAtOnce(random.random), "ram")
-
-    async def make() -> None:
-        await asyncio.gather(*(cached.getitem(index) for index in range(12)))
-
-    asyncio.run(make())
-    assert len(random_warnings(caplog)) == 1
 
 
 @pytest.mark.parametrize("seeding", ["batch", "sample"])
