@@ -104,8 +104,8 @@ class SampleStore:
         count = 0
         for at in range(_TABLE_AT, self._data_at, _PIECE_BYTES):
             slots = os.pread(self._file.fd, min(_PIECE_BYTES, self._data_at - at), at)
-            count += np.count_nonzero(np.frombuffer(slots, np.uint64)[:: _SLOT.size // 8])
-        return StoreUsage(int(count), os.fstat(self._file.fd).st_size - self._data_at, self._max_bytes)
+            count += int(np.count_nonzero(np.frombuffer(slots, np.uint64)[:: _SLOT.size // 8]))
+        return StoreUsage(count, os.fstat(self._file.fd).st_size - self._data_at, self._max_bytes)
 
     def get(self, key: Any) -> Any:
         """Return a sample, or MISSING.
