@@ -22,6 +22,7 @@ from asyncloader.cli.report import Report
 from asyncloader.cli.script import first_loader
 from asyncloader.cli.source import Source, TargetError, find
 from asyncloader.loader import DataLoader
+from asyncloader.messages.failure import RemoteTraceback
 from asyncloader.observe.tally import show_s
 from asyncloader.observe.trace import tracing
 
@@ -80,7 +81,8 @@ def _loaded(target: str, arguments: list[str] | None) -> Iterator[Source]:
             raise
         words = traceback.TracebackException(type(error), error, None)
         words.stack = traceback.StackSummary.from_list(users)
-        typer.echo("".join(words.format(chain=False)), err=True, nl=False)
+        in_worker = f"{error.__cause__.text}\n" if isinstance(error.__cause__, RemoteTraceback) else ""
+        typer.echo("".join([in_worker, *words.format(chain=False)]), err=True, nl=False)
         raise typer.Exit(1) from None
 
 

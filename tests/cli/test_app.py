@@ -198,11 +198,14 @@ def test_errors_of_the_user_are_shown_as_such(run: Callable[..., Program], tmp_p
     assert done.returncode == 1
     assert done.err.endswith("ValueError: not made\n")
     path.write_text(TRAINING)
-    done = run(COMMAND, "bench", path, "--rounds", "1", "--seconds", "0.2", "--size", "400", "--bad", "90")
-    assert done.returncode == 1
-    assert "in __getitem__" in done.err
-    assert "ValueError: a bad photo" in done.err
-    assert str(ROOT / "asyncloader" / "cli") not in done.err
+    of_torch = ("bench", path, "--rounds", "1", "--seconds", "0.2", "--size", "400", "--bad", "0")
+    of_ours = ("trace", path, "-o", tmp_path / "run.json", "--", "--size", "400", "--bad", "200")
+    for arguments in (of_torch, of_ours):  # a worker raises it
+        done = run(COMMAND, *arguments)
+        assert done.returncode == 1
+        assert f'{path}", line 9, in __getitem__' in done.err
+        assert "ValueError: a bad photo" in done.err
+        assert str(ROOT / "asyncloader" / "cli") not in done.err
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "0"])

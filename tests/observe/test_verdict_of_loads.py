@@ -274,12 +274,14 @@ def test_workers_that_compute(num_workers: int) -> None:
     _, stats = judged(loader, 0.0)
     verdict = stats.verdict
     assert verdict.limit == "fetch", str(stats)
-    if num_workers < stats.cores:
+    if num_workers < stats.cores and "others use them as well" not in verdict.text:
         assert verdict.advice == {"num_workers": stats.cores}
-        advised = follow(loader, verdict.advice)
-        gains = [train(loader, 0.0) / train(advised, 0.0) for _ in range(5)]
-        possible = gain_of_processes(stats.cores)  # less than promised where others use the cores as well
-        assert statistics.median(gains) > 0.7 * min(verdict.gain, possible)
+        advised, kept = follow(loader, verdict.advice), []
+        for _ in range(5):
+            gain = train(loader, 0.0) / train(advised, 0.0)
+            possible = gain_of_processes(stats.cores)  # less than promised where others use the cores meanwhile
+            kept.append(gain / min(verdict.gain, possible))
+        assert statistics.median(kept) > 0.7
     else:
         assert f"all {stats.cores} cores are full" in verdict.text
         assert verdict.gain == 1.0

@@ -532,13 +532,13 @@ def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) ->
     """Or when it runs another program: forks of a trainer that holds a batch do not add up.
 
     Of 1 MiB each there may be at once: the batch that is held, two that are ready, one in work, three on loan to the
-    worker for the next ones, and those three that were held or ready at the latest fork. 20 forks would add up to more
-    than 20.
+    worker for the next ones, and those three that were held or ready at the latest fork; a few more, if the worker is
+    ahead of this process. 30 forks would add up to more than 30.
     """
     before = slab.slab_pool().statistics().reserved
     iterator = iter(DataLoader([torch.zeros(FLOATS)] * 40, num_workers=1, max_buffered_bytes=0))
     reserved = []
-    for _ in range(20):
+    for _ in range(30):
         batch = next(iterator)
         if how == "fork":
             assert forked(lambda: True).wait() == 0
@@ -548,7 +548,7 @@ def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) ->
         reserved.append(slab.slab_pool().statistics().reserved)
     del batch
     iterator.close()
-    assert max(reserved) - before <= 10 * MIB
+    assert max(reserved) - before < 20 * MIB
 
 
 def test_a_fork_with_nothing_on_lease_costs_nothing(process_pool: SlabPool) -> None:
