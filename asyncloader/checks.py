@@ -7,8 +7,10 @@ concurrency: Annotated[int | None, Least(1)]      the same, or None
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import operator
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -117,10 +119,16 @@ def as_bytes(name: str, value: Any) -> Any:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def at_least(name: str, value: object, *, least: int, unit: str = "") -> None:
-    """Raise a ConfigurationError if a value is no integer, or a smaller one."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} should be an integer of at least {least}{unit}, but got {value!r}")
+def at_least(name: str, value: Any, *, least: int, unit: str = "") -> int:
+    """Return an integer of any kind, numpy's and torch's too, as Python's own.
+
+    Raises:
+        ConfigurationError: The value is no integer, or a smaller one.
+    """
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool) and (number := operator.index(value)) >= least:
+            return number
+    raise ConfigurationError(f"{name} should be an integer of at least {least}{unit}, but got {value!r}")
 
 
 def checked(init: Callable[P, R]) -> Callable[P, R]:

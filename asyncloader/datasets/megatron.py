@@ -22,7 +22,7 @@ _HEAD = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats, which no tokens are
 
 
-def read_index(data: bytes | memoryview, name: str, bin_bytes: int) -> tuple[np.dtype[Any], NDArray[np.int64]]:
+def read_index(data: bytes, name: str, bin_bytes: int) -> tuple[np.dtype[Any], NDArray[np.int64]]:
     """Read an index, and check it against the length of its file of tokens.
 
     Args:
@@ -37,40 +37,32 @@ def read_index(data: bytes | memoryview, name: str, bin_bytes: int) -> tuple[np.
     Raises:
         ConfigurationError: The data are no such index, are damaged, or belong to another file.
     """
-    if len(data) < _HEAD.size:
-        raise ConfigurationError(f"{name}: {len(data)} bytes are too few for the header of an index ({_HEAD.size})")
-    magic, version, code, num_sequences, num_documents = _HEAD.unpack_from(data)
-    if magic != _MAGIC:
-        raise ConfigurationError(f"{name}: no index of Megatron's: begins with {magic!r} where {_MAGIC!r} was expected")
-    if version != 1:
-        raise ConfigurationError(f"{name}: version {version} at byte 9, of which this reads 1 only")
-    if code not in _DTYPES:
-        raise ConfigurationError(f"{name}: dtype {code} at byte 17 is none of integers ({sorted(_DTYPES)})")
+    magic, version, code, num_sequences, num_documents = _HEAD.unpack_from(data.ljust(_HEAD.size, b"\0"))
+    if magic != _MAGIC or version != 1 or code not in _DTYPES:
+        raise ConfigurationError(
+            f"{name}: no index of Megatron's, of version 1 and a dtype of whole numbers: it begins with {magic!r}, "
+            f"version {version}, dtype {code}"
+        )
     needed = _HEAD.size + 12 * num_sequences + 8 * num_documents
     if len(data) < needed:
-        raise ConfigurationError(
-            f"{name}: truncated: ends at byte {len(data):,} of the {needed:,} that {num_sequences:,} sequences and "
-            f"{num_documents:,} documents take"
-        )
+        raise ConfigurationError(f"{name}: truncated: ends at byte {len(data):,} of {needed:,}")
     dtype = np.dtype(_DTYPES[code])
     lengths = np.frombuffer(data, "<i4", num_sequences, _HEAD.size)
     pointers = np.frombuffer(data, "<i8", num_sequences, _HEAD.size + 4 * num_sequences)
     documents = np.frombuffer(data, "<i8", num_documents, _HEAD.size + 12 * num_sequences)
-    ends = np.zeros(num_sequences + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     wrong = np.flatnonzero((pointers != ends[:-1] * dtype.itemsize) | (lengths < 0))
     if wrong.size:
-        at = int(wrong[0])
+        at = wrong[0]
         raise ConfigurationError(
             f"{name}: sequence {at} begins at byte {pointers[at]} of the .bin and has {lengths[at]} tokens, but "
             f"the one before ends at byte {ends[at] * dtype.itemsize}: damaged, or not written in one piece"
         )
     if ends[-1] * dtype.itemsize != bin_bytes:
         raise ConfigurationError(
-            f"{name}: tells of {ends[-1]:,} tokens of {dtype.itemsize} bytes, {ends[-1] * dtype.itemsize:,} bytes, but "
-            f"the .bin has {bin_bytes:,}: one of them was truncated, or they do not belong together"
+            f"{name}: tells of {ends[-1]:,} tokens of {dtype.itemsize} bytes, but the .bin has {bin_bytes:,} bytes: "
+            "one of them was truncated, or they do not belong together"
         )
-    if not num_documents or documents[0] != 0 or documents[-1] != num_sequences or (np.diff(documents) < 0).any():
-        at = needed - 8 * num_documents
-        raise ConfigurationError(f"{name}: its documents, from byte {at} on, do not agree with its sequences")
+    if not num_documents or [documents[0], documents[-1]] != [0, num_sequences] or (np.diff(documents) < 0).any():
+        raise ConfigurationError(f"{name}: its documents do not agree with its sequences")
     return dtype, ends[documents]

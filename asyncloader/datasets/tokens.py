@@ -1,6 +1,6 @@
 """Blocks of tokens out of flat files: nanoGPT's .bin, Megatron's .bin with .idx.
 
-numbers of blocks ──> Layout: which file, from which token to which ──> read into one memory ──> stacked into a batch
+numbers of blocks ──> Layout: which file, from which token to which ──> read ──> stacked into a batch
 
 Files are read and not mapped: a mapped file that somebody shortens kills the process that touches it (SIGBUS), which no
 check beforehand prevents.
@@ -8,7 +8,7 @@ check beforehand prevents.
 
 from __future__ import annotations
 
-import itertools
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,11 +21,10 @@ from torch.utils.data import Dataset
 from asyncloader.checks import at_least
 from asyncloader.datasets.megatron import read_index
 from asyncloader.datasets.numbers import counted
-from asyncloader.datasets.source import Version, is_local, listed, open_regular, raise_changed, read_local, version_of
+from asyncloader.datasets.source import is_local, listed, open_regular, raise_changed, read_local, version_of
 from asyncloader.errors import ConfigurationError
 
-_SCANNED = 1 << 22
-"""So many tokens are looked through at once."""
+_SCANNED = 1 << 22  # tokens are looked through at once
 _MOST_INDEX_BYTES = 1 << 32  # of an .idx: 214 million sequences, all of which are in memory
 
 
@@ -36,8 +35,8 @@ class TokenBlocks(Dataset[torch.Tensor]):
     dtype and where documents begin. The files are local, and read out of the page cache that all workers share.
 
     A sample is a tensor of ``block_size`` tokens in the dtype of the file: a batch of uint16 takes a quarter of the
-    memory, and of the time to the GPU, that int64 would. Convert it there (``batch.long()``), or have it converted with
-    ``as_dtype``. For inputs and targets of length T take ``block_size=T + 1, stride=T``.
+    memory, and of the time to the GPU, that int64 would; convert it there (``batch.long()``). For inputs and targets of
+    length T take ``block_size=T + 1, stride=T``.
 
     Args:
         paths: The ``.bin`` file or files, one path or many.
@@ -46,29 +45,24 @@ class TokenBlocks(Dataset[torch.Tensor]):
             each ``.bin``.
         stride: Tokens from the beginning of one block to that of the next; by default ``block_size``: each token once.
             1 makes every window a sample.
-        by_document: Cut each document into blocks by itself; the last one of a document may be shorter. Otherwise
-            blocks run across documents, and what is left of a file behind its last whole block is left out.
+        by_document: Cut each document into blocks by itself; the last one of a document may be shorter (``lengths``
+            says how long blocks are, for a sampler that packs them). Otherwise blocks run across documents, and what is
+            left of a file behind its last whole block is left out.
         end_of_text: With `by_document`, the token that ends each document of flat files: 50256 in nanoGPT's of GPT-2.
             The token belongs to the document that it ends. The files are looked through for it when the dataset is
             made, at the speed of the disk.
-        pad: The token with which short blocks are filled up; None leaves them short, for a sampler or ``collate_fn``
-            that packs them (``lengths`` says how long they are).
-        header_bytes: At the beginning of each flat file, to be passed over (1,024 in llm.c's).
-        as_dtype: The type that samples are converted to, such as ``torch.int64``; None leaves them as they are. A
-            sample with a token that does not fit is a ValueError.
 
     Attributes:
         dtype: The numpy type of tokens in the files.
         tokens: How many there are in all files, whether in a block or not.
-        lengths: How many tokens each sample has, before padding: an array of int32, made when it is asked for.
+        lengths: How many tokens each sample has: an array of int32, made when it is asked for.
 
     Raises:
         ConfigurationError: No file was given, or the files have no block; a file is truncated, or is not the one that
             its ``.idx`` tells of; dtypes differ; an argument is of no use.
         FileNotFoundError: A file is not there.
 
-    A sample raises :class:`FetchError` if its file was changed since the dataset was made; local files are looked at
-    once for each batch.
+    A sample raises :class:`FetchError` if its file was changed since the dataset was made.
 
     Example:
         >>> import tempfile, os
@@ -90,26 +84,19 @@ class TokenBlocks(Dataset[torch.Tensor]):
         stride: int | None = None,
         by_document: bool = False,
         end_of_text: int | None = None,
-        pad: int | None = None,
-        header_bytes: int = 0,
-        as_dtype: torch.dtype | None = None,
     ) -> None:
         self.paths = listed(paths)
-        self.block_size = block_size
-        self.stride = block_size if stride is None else stride
+        self.block_size = at_least("block_size", block_size, least=1)
+        self.stride = at_least("stride", block_size if stride is None else stride, least=1)
         self.by_document = by_document
-        self.end_of_text = end_of_text
-        self.pad = pad
-        self.header_bytes = header_bytes
-        self.as_dtype = as_dtype
-        _check(self, dtype)
+        self.end_of_text = None if end_of_text is None else operator.index(end_of_text)
+        if not self.paths:
+            raise ConfigurationError("there are no files")
+        if away := [path for path in self.paths if not is_local(path)]:
+            raise ConfigurationError(f"{away[0]}: TokenBlocks reads local files: copy the tokens to a disk first")
         self._versions = list(map(version_of, self.paths))
-        if dtype is None:
-            self.dtype, starts = self._from_indices()
-        else:
-            self.dtype, starts = np.dtype(dtype).newbyteorder("<"), self._from_sizes(np.dtype(dtype))
-        _check_pad(self)
-        self._layout = Layout.of(starts, block_size, self.stride, by_document)
+        self.dtype, starts = self._from_indices() if dtype is None else self._from_sizes(np.dtype(dtype))
+        self._layout = Layout.of(starts, self.block_size, self.stride, by_document)
         self.tokens = int(self._layout.files[-1])
         if not len(self):
             raise ConfigurationError(
@@ -122,7 +109,7 @@ class TokenBlocks(Dataset[torch.Tensor]):
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """How many tokens each sample has, before padding."""
+        """How many tokens each sample has."""
         _, begins, ends = self._layout.find(np.arange(len(self)))
         return (ends - begins).astype(np.int32)
 
@@ -138,77 +125,65 @@ class TokenBlocks(Dataset[torch.Tensor]):
             TypeError: A number is not whole.
         """
         files, begins, ends = self._layout.find(counted(indices, len(self), "block"))
-        lengths, size = (ends - begins).tolist(), self.dtype.itemsize
-        offsets = (self.header_bytes + begins * size).tolist()
-        data = np.empty(sum(lengths), self.dtype)  # of all blocks: each is read to its place
-        bounds = itertools.accumulate((length * size for length in lengths), initial=0)
-        bytes_of = data.view(np.uint8).data
-        parts = [bytes_of[begin:end] for begin, end in itertools.pairwise(bounds)]
-        of_files: dict[int, list[tuple[int, memoryview]]] = {}
-        for file, offset, part in zip(files.tolist(), offsets, parts, strict=True):
-            of_files.setdefault(file, []).append((offset, part))
-        for file, wanted in of_files.items():
-            _read_parts(self.paths[file], self._versions[file], wanted)
-        return self._finished(list(torch.split(torch.from_numpy(data), lengths)))
+        blocks = [np.empty(length, self.dtype) for length in (ends - begins).tolist()]
+        for number in np.unique(files):
+            path = self.paths[number]
+            with open_regular(path) as file:
+                for at in np.flatnonzero(files == number):
+                    offset = int(begins[at]) * self.dtype.itemsize
+                    if os.preadv(file.fileno(), [blocks[at].view(np.uint8).data], offset) < blocks[at].nbytes:
+                        raise_changed(path)
+                # Compared when all has been read: bytes that are read while a file is written may be of both.
+                if version_of(file.fileno()) != self._versions[number]:
+                    raise_changed(path)
+        return list(map(torch.from_numpy, blocks))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return map(self.__getitem__, range(len(self)))
 
-    def _finished(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
-        if (pad := self.pad) is not None:
-            short = [self.block_size - len(block) for block in blocks]
-            blocks = [
-                torch.from_numpy(np.pad(block.numpy(), (0, lack), constant_values=pad)) if lack else block
-                for block, lack in zip(blocks, short, strict=True)
-            ]
-        return blocks if self.as_dtype is None else [self._converted(block, self.as_dtype) for block in blocks]
+    def _from_sizes(self, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], list[NDArray[np.int64]]]:
+        """Return the dtype of flat files, and for each of them where its documents begin, and where the last one ends.
 
-    def _converted(self, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        made, held, wanted = block.to(dtype), np.iinfo(self.dtype), torch.iinfo(dtype)
-        narrows = held.min < wanted.min or held.max > wanted.max
-        if narrows and (strays := block.long()[made.long() != block.long()]).numel():
-            raise ValueError(f"token {int(strays[0])} does not fit into as_dtype={dtype}; the files have {self.dtype}")
-        return made
-
-    # ------------------------------------------------------------------------------------------ what is in the files
-
-    def _from_sizes(self, dtype: np.dtype[Any]) -> list[NDArray[np.int64]]:
-        """Return for each flat file where its one piece begins and ends."""
-        starts = []
+        Without a mark, a file is one document.
+        """
+        if dtype.kind not in "iu" or dtype != dtype.newbyteorder("<"):
+            raise ConfigurationError(f"tokens are little-endian whole numbers, which {dtype.str} is not")
+        if self.by_document != (self.end_of_text is not None):
+            raise ConfigurationError(
+                "where documents begin is told by an .idx, without a dtype; or in flat files, with by_document=True, "
+                "by the token that ends each of them: end_of_text=50256 for nanoGPT's"
+            )
+        found = []
         for path, version in zip(self.paths, self._versions, strict=True):
-            count, rest = divmod(version.size - self.header_bytes, dtype.itemsize)
-            if rest or count < 0:
+            count, rest = divmod(version.size, dtype.itemsize)
+            if rest:
                 raise ConfigurationError(
-                    f"{path}: truncated, or of another dtype: {version.size:,} bytes, of which {self.header_bytes} are "
-                    f"a header, are no whole number of {dtype}; {rest} are left over at byte {version.size - rest:,}"
+                    f"{path}: truncated, or of another dtype: {version.size:,} bytes are no whole number of {dtype}"
                 )
-            starts.append(self._documents(path, dtype, count))
-        return starts
-
-    def _documents(self, path: str, dtype: np.dtype[Any], count: int) -> NDArray[np.int64]:
-        """Return where documents of a flat file begin, and where the last one ends; without a mark, it is one."""
-        if self.end_of_text is None:
-            return np.array([0, count], np.int64)
-        found, at = [np.zeros(1, np.int64)], 0
-        with open_regular(path) as file:
-            file.seek(self.header_bytes)
-            while len(tokens := np.frombuffer(file.read(_SCANNED * dtype.itemsize), dtype.newbyteorder("<"))):
-                found.append(np.flatnonzero(tokens == self.end_of_text) + at + 1)
-                at += len(tokens)
-        starts = np.concatenate(found)
-        return starts if starts[-1] == count else np.append(starts, count)
+            ends = [] if self.end_of_text is None else _places(path, dtype, self.end_of_text)
+            found.append(np.unique(np.concatenate([[0], *ends, [count]]).astype(np.int64)))
+        return dtype, found
 
     def _from_indices(self) -> tuple[np.dtype[Any], list[NDArray[np.int64]]]:
         """Return the dtype that all indices name, and for each file where its documents begin."""
+        if self.end_of_text is not None:
+            raise ConfigurationError("end_of_text is for flat files, whose dtype is given; an .idx tells of documents")
         names = [os.path.splitext(path)[0] + ".idx" for path in self.paths]
         found = [
             read_index(_contents(name), name, version.size) for name, version in zip(names, self._versions, strict=True)
         ]
-        dtypes = {dtype: name for (dtype, _), name in zip(found, names, strict=True)}
-        if len(dtypes) > 1:
-            told = ", ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
-            raise ConfigurationError(f"the tokens of one dataset are of one dtype, but got {told}")
+        if len(dtypes := {dtype for dtype, _ in found}) > 1:
+            raise ConfigurationError(f"the tokens of one dataset are of one dtype, but got {dtypes} in {names}")
         return found[0][0], [starts for _, starts in found]
+
+
+def _places(path: str, dtype: np.dtype[Any], mark: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the places behind a token in a flat file."""
+    with open_regular(path) as file:
+        at = 0
+        while len(tokens := np.frombuffer(file.read(_SCANNED * dtype.itemsize), dtype)):
+            yield np.flatnonzero(tokens == mark) + at + 1
+            at += len(tokens)
 
 
 class Layout(NamedTuple):
@@ -260,23 +235,6 @@ class Layout(NamedTuple):
         return files, begins - self.files[files], ends - self.files[files]
 
 
-def _read_parts(path: str, version: Version, wanted: Sequence[tuple[int, memoryview]]) -> None:
-    """Read parts of a local file, each from its offset on.
-
-    Raises:
-        FetchError: The file was changed since the dataset was made. Versions are compared when all has been read: bytes
-            that are read while a file is written may be parts of both.
-    """
-    with open_regular(path) as file:
-        for offset, part in wanted:
-            while part:
-                if not (count := os.preadv(file.fileno(), [part], offset)):
-                    raise_changed(path)
-                part, offset = part[count:], offset + count
-        if version_of(file.fileno()) != version:
-            raise_changed(path)
-
-
 def _contents(name: str) -> bytes:
     try:
         if (size := version_of(name).size) > _MOST_INDEX_BYTES:
@@ -284,54 +242,3 @@ def _contents(name: str) -> bytes:
         return read_local(name, 0, None)
     except FileNotFoundError as error:
         raise ConfigurationError(f"{name}: is not there; for flat files, without it, say dtype") from error
-
-
-def _check(dataset: TokenBlocks, dtype: DTypeLike | None) -> None:
-    if not dataset.paths:
-        raise ConfigurationError("there are no files")
-    if away := [path for path in dataset.paths if not is_local(path)]:
-        raise ConfigurationError(f"{away[0]}: TokenBlocks reads local files: copy the tokens to a disk first")
-    for name, least in (("block_size", 1), ("stride", 1), ("header_bytes", 0)):
-        at_least(name, getattr(dataset, name), least=least)
-    if dtype is None:
-        if dataset.header_bytes:
-            raise ConfigurationError("header_bytes is for flat files, whose dtype is given")
-        if dataset.end_of_text is not None:
-            raise ConfigurationError("end_of_text is for flat files, whose dtype is given; an .idx tells of documents")
-    elif dataset.by_document and dataset.end_of_text is None:
-        raise ConfigurationError(
-            "where documents begin is told by an .idx, without a dtype; or in flat files by the token that ends each "
-            "of them: end_of_text=50256 for nanoGPT's"
-        )
-    elif np.dtype(dtype).kind not in "iu":
-        raise ConfigurationError(f"tokens are whole numbers, which {np.dtype(dtype)} is not")
-    elif np.dtype(dtype) != np.dtype(dtype).newbyteorder("<"):
-        big, little = np.dtype(dtype).str, np.dtype(dtype).newbyteorder("<").str
-        raise ConfigurationError(
-            f"tokens are little-endian, which {big!r} is not, nor can tensors be; convert the files once: "
-            f'numpy.fromfile(path, "{big}").astype("{little}").tofile(new_path)'
-        )
-    elif dataset.header_bytes % np.dtype(dtype).itemsize:
-        raise ConfigurationError(f"header_bytes={dataset.header_bytes} is no whole number of {np.dtype(dtype)}")
-    if dtype is not None and dataset.end_of_text is not None:
-        _check_end_of_text(dataset, np.dtype(dtype))
-    if dataset.as_dtype is not None and (
-        dataset.as_dtype.is_floating_point or dataset.as_dtype.is_complex or dataset.as_dtype is torch.bool
-    ):
-        raise ConfigurationError(f"tokens are whole numbers, which as_dtype={dataset.as_dtype} is not")
-    if dataset.pad is not None and not dataset.by_document:
-        raise ConfigurationError("pad is for short blocks, of which there are none unless by_document=True")
-
-
-def _check_end_of_text(dataset: TokenBlocks, dtype: np.dtype[Any]) -> None:
-    mark, bounds = dataset.end_of_text, np.iinfo(dtype)
-    if not dataset.by_document:
-        raise ConfigurationError("end_of_text says where documents end, which only by_document=True asks for")
-    if isinstance(mark, bool) or not isinstance(mark, int) or not bounds.min <= mark <= bounds.max:
-        raise ConfigurationError(f"end_of_text={mark!r} is no {dtype}")
-
-
-def _check_pad(dataset: TokenBlocks) -> None:
-    pad, bounds = dataset.pad, np.iinfo(dataset.dtype)
-    if pad is not None and not bounds.min <= pad <= bounds.max:
-        raise ConfigurationError(f"pad={pad} is no {dataset.dtype}")

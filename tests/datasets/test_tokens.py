@@ -86,7 +86,7 @@ BY_DOCUMENT = [
 
 
 def test_blocks_run_across_documents_or_not(paths: list[Path]) -> None:
-    """Flat files and Megatron's; what is left over; overlap; windows; padding; lengths for a sampler that packs."""
+    """Flat files and Megatron's; what is left over; overlap; windows; lengths for a sampler that packs."""
     flat, indexed = TokenBlocks(paths, 4, dtype="uint16"), TokenBlocks(paths, 4)
     assert blocks(flat) == blocks(indexed) == ACROSS
     assert (flat.tokens, flat.dtype, indexed.dtype) == (28, np.uint16, np.uint16)
@@ -94,13 +94,9 @@ def test_blocks_run_across_documents_or_not(paths: list[Path]) -> None:
     assert blocks(by_document) == BY_DOCUMENT
     assert by_document.lengths.tolist() == [len(block) for block in BY_DOCUMENT]
     assert by_document[-1].tolist() == [27]
-    padded = TokenBlocks(paths, 4, by_document=True, pad=99, as_dtype=torch.int64)
-    assert blocks(padded) == [[*block, 99, 99, 99, 99][:4] for block in BY_DOCUMENT]
-    assert padded[1].dtype is torch.int64
     assert blocks(TokenBlocks(paths[0], 5, stride=4)) == [list(range(at, at + 5)) for at in (0, 4, 8, 12, 16)]
     assert len(TokenBlocks(paths[0], 4, stride=1)) == 20
     assert blocks(TokenBlocks(paths, 5, stride=4, by_document=True))[:3] == [[0, 1, 2, 3, 4], [4, 5, 6], [7]]
-    assert blocks(TokenBlocks(paths[2], 2, dtype="uint16", header_bytes=4)) == [[25, 26]]
 
 
 @given(
@@ -208,17 +204,16 @@ def test_it_travels_by_its_paths(paths: list[Path], start_method: str) -> None:
 
 
 @pytest.mark.parametrize("scanned", [1, 3, 1 << 22])
-@pytest.mark.parametrize("header_bytes", [0, 4])
 def test_documents_of_flat_files_end_with_a_token(
-    scanned: int, header_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scanned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As nanoGPT writes them: the token belongs to the document that it ends; what follows the last one is one too."""
     monkeypatch.setattr(datasets_tokens, "_SCANNED", scanned)
     path = tmp_path / "train.bin"
     for rest in ([], [6, 7]):
         content = [1, 2, 3, 50256, 50256, 4, 5, 50256, *rest]
-        path.write_bytes(b"\0" * header_bytes + np.array(content, np.uint16).tobytes())
-        options: Any = {"dtype": "uint16", "by_document": True, "header_bytes": header_bytes}
+        path.write_bytes(np.array(content, np.uint16).tobytes())
+        options: Any = {"dtype": "uint16", "by_document": True}
         dataset = TokenBlocks(path, 3, end_of_text=50256, **options)
         assert blocks(dataset) == [[1, 2, 3], [50256], [50256], [4, 5, 50256], *[rest] * bool(rest)]
         assert dataset.lengths.tolist() == [3, 1, 1, 3, *[2] * bool(rest)]
@@ -235,41 +230,34 @@ def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None
         (folder / "0.idx").write_bytes(CONTENT["0.idx"])
 
     whole = CONTENT["0.idx"]
-    refuses(r"0.idx: 20 bytes are too few", whole[:20])
-    refuses(r"0.idx: truncated: ends at byte 100 of the 142", whole[:100])
-    refuses(r"0.idx: no index of Megatron's: begins with b'TNTIDX", b"TNTIDX" + whole[6:])
-    refuses(r"0.idx: version 2 at byte 9", index_bytes(DOCUMENTS, "uint16", version=2))
-    refuses(r"0.idx: dtype 7 at byte 17", index_bytes(DOCUMENTS, "uint16", code=7))
-    refuses(r"0.idx: tells of 23 tokens of 4 bytes, 92 bytes, but the .bin has 46", index_bytes(DOCUMENTS, "int32"))
+    refuses(r"0.idx: no index of Megatron's", whole[:5])
+    refuses(r"0.idx: truncated: ends at byte 100 of 142", whole[:100])
+    refuses(r"0.idx: no index of Megatron's.*begins with b'TNTIDX", b"TNTIDX" + whole[6:])
+    refuses(r"0.idx: .*version 2, dtype 8", index_bytes(DOCUMENTS, "uint16", version=2))
+    refuses(r"0.idx: .*version 1, dtype 7", index_bytes(DOCUMENTS, "uint16", code=7))
+    refuses(r"0.idx: tells of 23 tokens of 4 bytes, but the .bin has 46", index_bytes(DOCUMENTS, "int32"))
     refuses(r"0.idx: tells of 22 tokens", index_bytes([22], "uint16"))
-    refuses(r"0.idx: its documents, from byte 94 on", index_bytes(DOCUMENTS, "uint16", documents=[0, 1, 2, 3, 4, 4]))
+    refuses(r"0.idx: its documents do not agree", index_bytes(DOCUMENTS, "uint16", documents=[0, 1, 2, 3, 4, 4]))
     damaged = bytearray(whole)
     damaged[34 + 4 * 5 + 8] = 13
     refuses(r"0.idx: sequence 1 begins at byte 13 of the .bin", bytes(damaged))
     (folder / "odd.bin").write_bytes(b"12345")
-    refuses(r"odd.bin: truncated, or of another dtype: 5 bytes.* at byte 4", name="odd.bin", dtype="uint16")
+    refuses(r"odd.bin: truncated, or of another dtype: 5 bytes", name="odd.bin", dtype="uint16")
     refuses(r"odd.idx: is not there; for flat files, without it, say dtype", name="odd.bin")
     refuses("there is no block of 24 tokens in 23 tokens of 1 file", block_size=24)
     refuses("block_size should be an integer of at least 1", block_size=0)
     refuses("stride should be", stride=True)
-    refuses("whole numbers, which float32 is not", dtype="float32")
+    refuses("whole numbers, which <f4 is not", dtype="float32")
     for dtype in ("bool", "m8[s]", [("token", "u2")], (np.uint16, 2), "S2", object):
         refuses("whole numbers, which .* is not", dtype=dtype)
-    refuses(r"little-endian, which '>u2' is not.*once: numpy.fromfile\(path, \">u2\"\)", dtype=">u2")
-    for as_dtype in (torch.float16, torch.bool, torch.complex64):
-        refuses("whole numbers, which as_dtype=.* is not", as_dtype=as_dtype)
+    refuses(r"little-endian whole numbers, which >u2 is not", dtype=">u2")
     refuses("where documents begin is told by an .idx", dtype="uint16", by_document=True)
     refuses("end_of_text=50256 for nanoGPT's", dtype="uint16", by_document=True)
-    refuses("end_of_text=70000 is no uint16", dtype="uint16", by_document=True, end_of_text=70000)
-    refuses("only by_document=True asks for", dtype="uint16", end_of_text=3)
+    refuses("with by_document=True", dtype="uint16", end_of_text=3)
     refuses("an .idx tells of documents", by_document=True, end_of_text=3)
-    refuses("pad=70000 is no uint16", pad=70000, by_document=True)
-    refuses("pad is for short blocks", pad=0)
-    refuses("header_bytes is for flat files", header_bytes=2)
-    refuses("header_bytes=3 is no whole number", header_bytes=3, dtype="uint16")
     (folder / "1.bin").write_bytes(tokens(0, 5, "int32"))
     (folder / "1.idx").write_bytes(index_bytes([5], "int32"))
-    with pytest.raises(ConfigurationError, match=r"of one dtype, but got uint16 in .*0.idx, int32 in .*1.idx"):
+    with pytest.raises(ConfigurationError, match=r"of one dtype, but got .*int32.* in .*0.idx.*1.idx"):
         TokenBlocks([folder / "0.bin", folder / "1.bin"], 4)
     with pytest.raises(ConfigurationError, match=r"s3://bucket/0.bin: TokenBlocks reads local files"):
         TokenBlocks("s3://bucket/0.bin", 4, dtype="uint16")
@@ -303,31 +291,26 @@ def test_a_file_that_is_changed_after_it_was_read_is_an_error(paths: list[Path])
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "<u2", "i2", "u4", "i4", "i8", "=i8", int])
 def test_tokens_of_every_dtype(tmp_path: Path, dtype: Any) -> None:
-    """Come as they are in the file, and as they are in any dtype that they are converted to."""
+    """Come as they are in the file."""
     bounds = np.iinfo(dtype)
     values = np.array([bounds.min, 0, 1, bounds.max], dtype)
     values.tofile(tmp_path / "a.bin")
     assert TokenBlocks(tmp_path / "a.bin", 4, dtype=dtype)[0].tolist() == values.tolist()
-    for as_dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        dataset = TokenBlocks(tmp_path / "a.bin", 2, dtype=dtype, stride=1, as_dtype=as_dtype)
-        assert dataset[1].tolist() == [0, 1]
-        held = torch.iinfo(as_dtype)
-        for number, token in ((0, bounds.min), (2, bounds.max)):
-            if held.min <= token <= held.max:
-                assert token in dataset[number].tolist()
-            else:
-                with pytest.raises(ValueError, match=f"token {token} does not fit into as_dtype={as_dtype}"):
-                    dataset[number]
 
 
 def test_numbers_of_blocks_are_whole(paths: list[Path]) -> None:
-    """Those of numpy and torch are; a fraction or a text is not taken for the number it is near to."""
+    """Those of numpy and torch are, also for sizes; a fraction or a text is not taken for the number it is near to."""
     dataset = TokenBlocks(paths, 4)
     for index in (3, np.uint8(3), np.array(3), torch.tensor(3)):
         assert dataset[index].tolist() == ACROSS[3]  # type: ignore[index]
     for indices in (np.array([3, -1]), torch.tensor([3, -1]), range(3, 6, 2)):
         assert [block.tolist() for block in dataset.__getitems__(indices)] == [ACROSS[3], ACROSS[5]]  # type: ignore[arg-type]
     assert dataset.__getitems__([]) == []
+    for kind in (np.int64, np.uint8, torch.tensor):
+        options: Any = {"block_size": kind(4), "stride": kind(5)}
+        assert blocks(TokenBlocks(paths, **options)) == blocks(TokenBlocks(paths, 4, stride=5))
+        options = {"dtype": "uint16", "by_document": True, "end_of_text": kind(3)}
+        assert blocks(TokenBlocks(paths[0], kind(4), **options))[0] == [0, 1, 2, 3]
     for index in (1.9, "3", np.float32(2.7), torch.tensor(1.0), None, [1]):
         with pytest.raises(TypeError):
             dataset[index]  # type: ignore[index]
