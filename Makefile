@@ -14,7 +14,6 @@ JOBS ?= 4
 BESIDE := -n $(JOBS) --dist worksteal
 # The suites that have no packages of their own, and that can be collected without those.
 CORE := --ignore=tests/frameworks --ignore=tests/clusters
-QUICK := not slow and not soak and not gpu and not benchmark and not docs and not frameworks and not services and not ray
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 RAY_READY := $(VENV)/.ready-ray
@@ -32,14 +31,14 @@ export PIP_NO_INPUT := 1
 demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
 
-test: $(READY) ## the tests that are quick
-	$(BIN)/python -m pytest $(BESIDE) -m "$(QUICK)" $(CORE)
+test: $(READY) ## the tests that are quick; ROOM=transport: those of tests/transport
+	$(BIN)/python -m pytest $(BESIDE) $(if $(ROOM),tests/$(ROOM),$(CORE))
 
 # Not beside each other: frameworks and Ray each start clusters of Ray, and a program takes part in the latest of a machine.
 test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
-	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest $(BESIDE) $(CORE)
-	$(BIN)/python -m pytest tests/frameworks
-	$(BIN)/python -m pytest tests/clusters
+	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest -m "" $(BESIDE) $(CORE)
+	$(BIN)/python -m pytest -m "" tests/frameworks
+	$(BIN)/python -m pytest -m "" tests/clusters
 
 # Each has an environment of its own, in .venv-3.12 and so on. A name on PATH may be a shim without an interpreter, or
 # one of pyenv's that is told of another version: pyenv's own folder has the interpreter.
