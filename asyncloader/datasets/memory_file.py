@@ -4,6 +4,7 @@
     fork      the child has it
     spawn     pickled as a handle: the descriptor at launch, /proc/<pid>/fd/<number> at any other time
     ranks     the same handle, through whatever carries a pickle (torch.distributed.broadcast_object_list)
+    elsewhere by value, where whoever pickles says so (`by_value`): the memory itself, out of band, read where it lands
 
 The kernel frees it with the last process that has it open, however that ends; there is no name to be left behind. The
 kernel says who may open it: /proc/<pid>/fd is for processes of the same user. A random token in the file's
@@ -21,11 +22,13 @@ import fcntl
 import mmap
 import multiprocessing.context
 import os
+import pickle
 import secrets
 import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
 from multiprocessing.reduction import DupFd
 from typing import Any, ClassVar, Self
 
@@ -42,7 +45,8 @@ class MemoryFile:
     """A file that processes share, open in this one; whoever asks for the same file here gets the same object.
 
     Args:
-        fd: Its descriptor, which belongs to this object from now on and is closed with it.
+        fd: Its descriptor, which belongs to this object from now on and is closed with it; -1 for memory that came by
+            value.
         token: Bytes that tell this file from all others.
         path: Where it is, if it has a name.
     """
@@ -58,8 +62,12 @@ class MemoryFile:
         self.token = token
         self.path = path
         self._mapping: memoryview | None = None
+        if fd >= 0:
+            self._close_with_it()
+
+    def _close_with_it(self) -> None:
         # os.close alone, which a garbage collection in any thread may call, and a forked child for its own copy.
-        weakref.finalize(self, os.close, fd).atexit = False
+        weakref.finalize(self, os.close, self.fd).atexit = False
 
     @classmethod
     def create(cls, kind: bytes) -> Self:
@@ -119,6 +127,12 @@ class MemoryFile:
         return self._mapping
 
     def __reduce__(self) -> Any:
+        if is_by_value():
+            return _from_value, (self.token, pickle.PickleBuffer(self.map()))
+        if self.fd < 0:  # it came by value, and goes on to a process of this machine
+            self.fd = _memory_fd()
+            self._close_with_it()
+            write_at(self.fd, self.map(), 0)
         if self.path is not None:
             return _open, (self.path, os.pread(self.fd, 8, 0), self.token)
         if multiprocessing.context.get_spawning_popen() is not None:
@@ -132,6 +146,36 @@ class MemoryFile:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+
+_asked = threading.local()
+
+
+@contextlib.contextmanager
+def by_value() -> Iterator[None]:
+    """Have shared memory be pickled with its content, in this thread: for processes of other machines.
+
+    In pickles of protocol 5 with a `buffer_callback`, as Ray's, the content is a buffer out of band, and is read where
+    that lies after unpickling, without a copy.
+    """
+    _asked.by_value = True
+    try:
+        yield
+    finally:
+        _asked.by_value = False
+
+
+def is_by_value() -> bool:
+    """Whether what this thread pickles is for processes of other machines."""
+    return getattr(_asked, "by_value", False)
+
+
+def _from_value(token: bytes, content: Any) -> MemoryFile:
+    if (known := MemoryFile._known.get(token)) is not None:
+        return known
+    made = MemoryFile._known[token] = MemoryFile(-1, token)
+    made._mapping = memoryview(content).cast("B")
+    return made
 
 
 def _open(path: str, kind: bytes, token: bytes) -> MemoryFile:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncloader.datasets.memory_file import HEAD, MemoryFile, write_at
+from asyncloader.datasets.memory_file import HEAD, MemoryFile, is_by_value, write_at
 from asyncloader.datasets.records import aligned, empty, pack, unpack
 from asyncloader.datasets.shared_dict import canonical
 from asyncloader.errors import ConfigurationError
@@ -93,6 +93,8 @@ class SampleStore:
         return cls(_made_at(path, count), max_bytes)
 
     def __reduce__(self) -> Any:
+        if is_by_value():  # a process elsewhere keeps samples of its own: on its disk, or in its memory
+            return _elsewhere, (self._file.path, self._num_slots // 2, self._max_bytes)
         return SampleStore, (self._file, self._max_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SampleStore:
@@ -208,6 +210,14 @@ class SampleStore:
         if count < len(record):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return end - count
+
+
+def _elsewhere(path: str | None, count: int, max_bytes: int) -> SampleStore:
+    """Make the store of a process that was sent one by value."""
+    if path is None:
+        return SampleStore.in_memory(count, max_bytes)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return SampleStore.at(Path(path), count, max_bytes)
 
 
 def _joined(pieces: list[Any]) -> bytes:

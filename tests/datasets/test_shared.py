@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import shutil
 import threading
 import tracemalloc
 import zlib
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError
 from asyncloader.datasets import CachedDataset, SharedDict, SharedList
+from asyncloader.datasets.memory_file import by_value
 from tests import inside
 from tests.effort import examples
 from tests.nursery import Program
@@ -667,3 +669,46 @@ def test_dicts_that_cannot_be_shared_are_refused() -> None:
         shared.update({})
     items = {number: str(number) for number in range(5000)}
     assert (SharedDict(items, consume=True)[4999], items) == ("4999", {})
+
+
+ELSEWHERE = """
+    import pickle, sys
+    from multiprocessing import get_context
+
+    def rows(shared):
+        return [shared[number] for number in range(3)]
+
+    def names(shared):
+        return [shared[name] for name in ("a", "b")]
+
+    if __name__ == "__main__":
+        data, buffers = pickle.load(open(sys.argv[1], "rb"))
+        part, captions, cached = pickle.loads(data, buffers=buffers)
+        print(rows(part), names(captions), part.nbytes == len(buffers[0]))
+        with get_context("spawn").Pool(1) as pool:  # and on to a process of that machine
+            print(pool.apply(rows, (part,)), pool.apply(names, (captions,)))
+        print(cached[3], cached[3], cached.usage().samples)
+"""
+
+
+@pytest.mark.parametrize("where", ["ram", "folder"])
+def test_other_machines_are_given_the_content(run: Callable[..., Program], tmp_path: Path, where: str) -> None:
+    """By value, if asked: what was shared is read out of the buffers that came; a cache begins anew there."""
+    rows: SharedList[Any] = SharedList({"number": number} for number in range(0, 100, 2))
+    options: Any = {"fingerprint": "v1"}
+    cached = CachedDataset(range(10), "ram" if where == "ram" else tmp_path / "cache", **options)  # type: ignore[var-annotated]
+    buffers: list[pickle.PickleBuffer] = []
+    with by_value():
+        data = pickle.dumps(
+            (rows[10:], SharedDict({"a": [1], "b": [2]}), cached), protocol=5, buffer_callback=buffers.append
+        )
+    assert (len(buffers), len(data) < 2000) == (2, True)
+    assert pickle.loads(pickle.dumps(rows))[3] == rows[3]  # by its handle again
+    sent = tmp_path / "sent"
+    sent.write_bytes(pickle.dumps((data, [bytes(buffer) for buffer in buffers])))
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    done = run(ELSEWHERE, sent)
+    assert done.returncode == 0, done.explain("")
+    found, again, kept = done.out.splitlines()
+    expected = "[{'number': 20}, {'number': 22}, {'number': 24}] [[1], [2]]"
+    assert (found, again, kept) == (f"{expected} True", expected, "3 3 1")
