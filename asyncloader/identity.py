@@ -46,7 +46,8 @@ _TORCHS = (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-_SCALARS = (bool, int, float, str, type(None))
+SCALARS = (bool, int, float, str, type(None))
+"""Plain values."""
 _PIECE = 1 << 18
 RANKS = ("rank", "world_size")
 """Of a stream: between two epochs there may be others."""
@@ -60,7 +61,7 @@ def of(thing: Any) -> dict[str, Any]:
     if not isinstance(thing, _TORCHS):
         return kind
     found = {name: getattr(thing, name, ...) for name in _OPTIONS}
-    options = {name: plain(option) for name, option in found.items() if isinstance(option, (*_SCALARS, np.generic))}
+    options = {name: plain(option) for name, option in found.items() if isinstance(option, (*SCALARS, np.generic))}
     if hasattr(thing, "generator"):  # without one, torch draws a seed first
         options["generator"] = thing.generator is not None
     # A subclass with an __iter__ of its own may change its rows in there, so they differ during an epoch.
@@ -72,7 +73,7 @@ def of(thing: Any) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Return an integer of any kind as Python's own; other values that are no plain data as text."""
     try:
-        return value if isinstance(value, _SCALARS) else operator.index(value)
+        return value if isinstance(value, SCALARS) else operator.index(value)
     except TypeError:
         return str(value)
 

@@ -88,6 +88,8 @@ def test_public_names_of_the_samplers() -> None:
         "ElasticSampler",
         "LengthBatchSampler",
         "MixtureSampler",
+        "Order",
+        "OrderedSampler",
         "PackingBatchSampler",
         "Piece",
         "Pieces",

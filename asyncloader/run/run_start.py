@@ -321,11 +321,12 @@ def _load_samplers(
     if state is not None:
         last = runs.set_epochs.of_samplers(index_sampler) if state["finished"] else None
     runs.set_epochs.begin_epoch(index_sampler, last=last)
+    if samplers.state is None or samplers.is_over:
+        for sampler in samplers_within(index_sampler):
+            if isinstance(sampler, ResumableSampler):  # its newest iterator may have been left, in the same epoch
+                sampler.announce_reading()
     if samplers.state is not None:
         return samplers
-    for sampler in samplers_within(index_sampler):
-        if isinstance(sampler, ResumableSampler):  # its newest iterator may have been left, in the epoch that is begun
-            sampler.forget_iterator()
     return samplers._replace(state=own_state(index_sampler))
 
 

@@ -7,6 +7,7 @@
     LengthBatchSampler     batches of like length, under a budget of tokens
     BalancedBatchSampler   batches of equal cost: no rank waits for another one
     PackingBatchSampler    blocks of a fixed number of tokens; packed gives a loader what it needs for it
+    OrderedSampler         the base of your own: say the order of an epoch, and it can be resumed on any ranks
 
 The order of each is a function of seed and epoch that can be looked at anywhere: nothing of it is stored, and a state
 of any one rank, taken after the same number of steps on all, is resumed on any number of ranks. The last three
@@ -18,6 +19,7 @@ from asyncloader.samplers.block_shuffle import BlockShuffleSampler
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.length_batches import LengthBatchSampler
 from asyncloader.samplers.mixture import MixtureSampler
+from asyncloader.samplers.ordered import Order, OrderedSampler
 from asyncloader.samplers.pack_collate import pack_collate
 from asyncloader.samplers.packing import PackingBatchSampler, packed
 from asyncloader.samplers.pieces import Piece, Pieces
@@ -29,6 +31,8 @@ __all__ = [
     "ElasticSampler",
     "LengthBatchSampler",
     "MixtureSampler",
+    "Order",
+    "OrderedSampler",
     "PackingBatchSampler",
     "Piece",
     "Pieces",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from numbers import Real
 from typing import Any, ClassVar, Literal
 
@@ -14,8 +13,8 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.identity import checksum
 from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, balanced_within, cost_of
 from asyncloader.samplers.lengths import Costs, Lengths, LengthsLike
-from asyncloader.samplers.ordered import HasOrder, count_of
-from asyncloader.samplers.windows import WindowedBatchSampler, share_out
+from asyncloader.samplers.ordered import OrderedSampler, count_of
+from asyncloader.samplers.windows import Units, WindowedBatchSampler
 
 TooLong = Literal["raise", "alone"]
 _WINDOW = 1 << 14
@@ -79,7 +78,7 @@ class BalancedBatchSampler(WindowedBatchSampler):
         max_batch: int | None = None,
         cost: Cost | None = None,
         too_long: TooLong = "raise",
-        sampler: HasOrder | None = None,
+        sampler: OrderedSampler | None = None,
         num_samples: int | None = None,
         window: int = _WINDOW,
         shuffle: bool = True,
@@ -101,8 +100,8 @@ class BalancedBatchSampler(WindowedBatchSampler):
         one_of("too_long", too_long, TooLong)
         self.too_long = too_long
         self.cost = cost
-        self._samples_per_unit = self.batch_size or 1
-        self._cost_checksum = checksum(cost_of(cost, self.lengths.sample(_PROBES)))["checksum"]
+        self._samples_per_unit = self.batch_size
+        self._cost_checksum = cost and checksum(cost_of(cost, self.lengths.sample(_PROBES)))["checksum"]
         self._check_longest()
 
     @property
@@ -113,7 +112,7 @@ class BalancedBatchSampler(WindowedBatchSampler):
         """
         return 1 / self._share_of_tokens()
 
-    def _plan(self, indices: NDArray[np.int64], *key: int) -> list[list[int]]:
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
         costs = self._costs_of(indices)
         if self.max_cost is not None:
             batches, count = balanced_within(costs, self.max_cost, self.max_batch)
@@ -124,15 +123,7 @@ class BalancedBatchSampler(WindowedBatchSampler):
         totals = np.bincount(batches, costs, count)
         order = alike_in_a_row(totals, *key, shuffle=self.shuffle)
         self._note_steps(totals[order])
-        members = np.split(indices[np.argsort(batches, kind="stable")], np.cumsum(np.bincount(batches))[:-1])
-        return [members[batch].tolist() for batch in order]
-
-    def _share_out(self, units: list[list[Any]]) -> list[list[Any]]:
-        keys = np.array([*itertools.chain.from_iterable(units)])
-        if len(keys) < self.num_replicas:
-            return share_out(units, self.num_replicas)
-        ranks = balanced(self._costs_of(keys), self.num_replicas, len(keys))
-        return [keys[ranks == rank].tolist() for rank in range(self.num_replicas)]
+        return Units(indices, np.argsort(order)[batches])
 
     def _costs_of(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
         costs = cost_of(self.cost, self.lengths(indices))
@@ -157,11 +148,4 @@ class BalancedBatchSampler(WindowedBatchSampler):
             )
 
     def _state_identity(self) -> dict[str, Any]:
-        return {
-            **super()._state_identity(),
-            "cost": self.cost and self._cost_checksum,
-            "batch_size": self.batch_size,
-            "max_cost": self.max_cost,
-            "max_batch": self.max_batch,
-            "too_long": self.too_long,
-        }
+        return {**super()._state_identity(), "cost": self._cost_checksum}

@@ -84,7 +84,7 @@ class BlockShuffleSampler(ElasticSampler):
         return Order(length, indices_at)
 
     def _state_identity(self) -> dict[str, Any]:
-        return {**super()._state_identity(), "blocks": self._checksum, "window": self.window}
+        return {**super()._state_identity(), "blocks": self._checksum}
 
     @cached_property
     def _checksum(self) -> str:

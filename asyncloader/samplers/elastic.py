@@ -51,7 +51,7 @@ class ElasticSampler(OrderedSampler):
                 f"the order of a {type(dataset).__name__} would be ignored: ElasticSampler makes an order itself, and "
                 "divides it among ranks. Give it the dataset, or its length"
             )
-        super().__init__(num_replicas, rank, seed, drop_last)
+        super().__init__(num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)
         self.dataset = dataset
         self.shuffle = shuffle
 
@@ -65,8 +65,5 @@ class ElasticSampler(OrderedSampler):
         dataset: Any = self.dataset
         return int(dataset) if isinstance(dataset, Integral) else len(dataset)
 
-    def _num_positions(self) -> int:
-        return self.num_indices()
-
     def _state_identity(self) -> dict[str, Any]:
-        return {**super()._state_identity(), "length": self.num_indices(), "shuffle": self.shuffle}
+        return {"length": self.num_indices(), **super()._state_identity()}

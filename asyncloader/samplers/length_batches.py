@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -12,17 +11,15 @@ from numpy.typing import NDArray
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.lengths import LengthsLike
-from asyncloader.samplers.ordered import HasOrder, Order, count_of
-from asyncloader.samplers.shuffle import Shuffle, by_group
-from asyncloader.samplers.windows import WindowedBatchSampler
+from asyncloader.samplers.ordered import OrderedSampler, count_of
+from asyncloader.samplers.shuffle import Shuffle
+from asyncloader.samplers.windows import Units, WindowedBatchSampler
 
 TooLong = Literal["raise", "alone"]
 _WINDOW = 1 << 14
-_PROBES = 100_000
-_CANDIDATES = 256
 
 
-class LengthBatchSampler(WindowedBatchSampler, HasOrder):
+class LengthBatchSampler(WindowedBatchSampler):
     """Make batches of samples of like length, as many as a budget of tokens allows; go on anywhere, on any ranks.
 
     Samples are taken in windows of the shuffled order. The samples of a window are sorted by length, cut into batches
@@ -38,8 +35,7 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         max_tokens: Tokens of a batch at most, padding included: samples times the length of the longest.
         max_batch: How many samples a batch has at the most.
         buckets: Lengths that batches are padded to, so that they come in few shapes: each batch has samples of one
-            bucket. Or how many: they are chosen then, of the lengths of up to 100,000 samples, so that least is padded.
-            Without, each batch is as long as its longest sample, which pads less.
+            bucket. Without, each batch is as long as its longest sample, which pads less.
         too_long: For samples longer than `max_tokens`: "raise", or "alone" in a batch above the budget.
         sampler: The order of samples: a sampler of this package, such as `MixtureSampler`, whose own ranks do not
             matter. By default all samples, shuffled.
@@ -62,9 +58,9 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         *,
         max_tokens: int,
         max_batch: int | None = None,
-        buckets: int | Sequence[int] | None = None,
+        buckets: Sequence[int] | None = None,
         too_long: TooLong = "raise",
-        sampler: HasOrder | None = None,
+        sampler: OrderedSampler | None = None,
         num_samples: int | None = None,
         window: int = _WINDOW,
         shuffle: bool = True,
@@ -78,7 +74,11 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         self.max_batch = None if max_batch is None else count_of("max_batch", max_batch)
         one_of("too_long", too_long, TooLong)
         self.too_long = too_long
-        self.buckets = self._find_buckets(buckets)
+        self.buckets = sorted({count_of("a bucket", bound) for bound in buckets or ()})
+        if buckets is not None and (not self.buckets or (too_long == "raise" and self.buckets[-1] > self.max_tokens)):
+            raise ConfigurationError(
+                f"buckets should be lengths between 1 and max_tokens ({self.max_tokens}), but are {self.buckets}"
+            )
         # Were the samples of one window sorted, which holds them all, they would make the same batches in every epoch.
         self._least_windows = 2 if shuffle else 1
         self._check_longest()
@@ -88,34 +88,17 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         """Share of tokens, between 0 and 1, that are padding in what was planned so far; at first, one window is."""
         return 1 - self._share_of_tokens()
 
-    def order(self) -> Order:
-        """Return the order of the epoch that is set, which does not change afterwards."""
-        windows, key = self._windows(), (self.seed, self.epoch)
-
-        @lru_cache(1)
-        def planned(number: int) -> NDArray[np.int64]:
-            return np.concatenate(self._plan(windows.indices(number), *key, number))
-
-        def indices_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-            numbers = windows.number_of(positions)
-            return by_group(numbers, positions, lambda number, own: planned(number)[own - windows.begin(number)])
-
-        return Order(windows.order.length, indices_at)
-
-    def num_indices(self) -> int:
-        """Return below which number all of its indices are."""
-        return self.lengths.count
-
-    def _plan(self, indices: NDArray[np.int64], *key: int) -> list[list[int]]:
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
         lengths = self._lengths_of(indices)
         padded = self._padded_lengths(lengths)
         by_length = np.argsort(-padded, kind="stable")
-        padded = padded[by_length]
-        sizes = self._cut(padded)
+        sizes = self._cut(padded[by_length])
+        batches = np.repeat(np.arange(len(sizes)), sizes)
         self._tokens += int(lengths.sum())
-        self._space += int((padded[np.cumsum(sizes) - sizes] * sizes).sum())
-        batches = [batch.tolist() for batch in np.split(indices[by_length], np.cumsum(sizes)[:-1])]
-        return [batches[at] for at in Shuffle(len(sizes), *key)(np.arange(len(sizes)))] if self.shuffle else batches
+        self._space += int((padded[by_length][np.cumsum(sizes) - sizes] * sizes).sum())
+        if self.shuffle:
+            batches = np.argsort(Shuffle(len(sizes), *key)(np.arange(len(sizes))))[batches]
+        return Units(indices[by_length], batches)
 
     def _cut(self, padded: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sizes of the batches that samples, the longest first, are cut into."""
@@ -137,20 +120,6 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         beyond = bucket == len(self.buckets)
         return np.where(beyond, lengths, np.array(self.buckets)[np.where(beyond, 0, bucket)])
 
-    def _find_buckets(self, buckets: int | Sequence[int] | None) -> list[int]:
-        if buckets is None:
-            return []
-        if isinstance(buckets, int):
-            found = _bounds_that_pad_least(self.lengths.sample(_PROBES), count_of("buckets", buckets))
-            longest = self.lengths.longest()
-            buckets = found if longest is None else [*found[:-1], max(1, longest[1])]
-        bounds = sorted({count_of("a bucket", bound) for bound in buckets})
-        if not bounds or (self.too_long == "raise" and bounds[-1] > self.max_tokens):
-            raise ConfigurationError(
-                f"buckets should be lengths between 1 and max_tokens ({self.max_tokens}), but are {bounds}"
-            )
-        return bounds
-
     def _check_length(self, index: int, length: int) -> None:
         if length > self.max_tokens and self.too_long == "raise":
             raise ConfigurationError(
@@ -159,36 +128,4 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
             )
 
     def _state_identity(self) -> dict[str, Any]:
-        return {
-            **super()._state_identity(),
-            "max_tokens": self.max_tokens,
-            "max_batch": self.max_batch,
-            "buckets": self.buckets,
-            "too_long": self.too_long,
-        }
-
-
-def _bounds_that_pad_least(lengths: NDArray[np.int64], count: int) -> list[int]:
-    """Return so many lengths, in ascending order, that the lengths given can be padded to with least padding.
-
-    The best bounds among some hundreds of candidates, found by dynamic programming: of the bounds up to each candidate,
-    one bound more at a time.
-    """
-    ordered = np.sort(np.maximum(lengths, 1))
-    spread = [ordered[np.linspace(0, len(ordered) - 1, _CANDIDATES).astype(np.int64)]]
-    spread.append(np.geomspace(ordered[0], ordered[-1], _CANDIDATES).astype(np.int64))
-    candidates = np.unique(np.concatenate([*spread, ordered[-1:]]))
-    below = np.searchsorted(ordered, candidates, side="right")  # samples that are not longer
-    # The cost of padding all samples above one candidate, and up to another, to the latter.
-    padded = np.where(below[None, :] >= below[:, None], (below[None, :] - below[:, None]) * candidates, np.inf)
-    best = below * candidates.astype(np.float64)
-    chosen = []
-    for _ in range(min(count, len(candidates)) - 1):
-        costs = best[:, None] + padded
-        chosen.append(costs.argmin(axis=0))
-        best = costs.min(axis=0)
-    bounds = [len(candidates) - 1]
-    for before in reversed(chosen):
-        bounds.append(int(before[bounds[-1]]))
-    found: list[int] = candidates[bounds[::-1]].tolist()
-    return found
+        return {**super()._state_identity(), "buckets": self.buckets}

@@ -6,15 +6,16 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Integral
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Sampler
 
+from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
-from asyncloader.samplers.ordered import Order, OrderedSampler
+from asyncloader.samplers.ordered import Order, OrderedSampler, count_of
 from asyncloader.samplers.shares import Schedule
 from asyncloader.samplers.shuffle import by_group, reshuffled
 
@@ -23,6 +24,7 @@ log = logging.getLogger("asyncloader")
 Stop = Literal["first", "all"]
 Weights = Sequence[float] | Sequence[tuple[int, Sequence[float]]]
 _LEAST_SHARE = 1e-9
+_AT = "the sample from which on weights hold"
 
 
 class MixtureSampler(OrderedSampler):
@@ -65,7 +67,7 @@ class MixtureSampler(OrderedSampler):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        super().__init__(num_replicas, rank, seed, drop_last)
+        super().__init__(num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)
         if isinstance(lengths, Mapping):
             raise ConfigurationError(
                 "lengths should be a list of sources, whose order the indices and the weights follow; of a mapping, "
@@ -73,15 +75,13 @@ class MixtureSampler(OrderedSampler):
             )
         sources: Iterable[Any] = lengths.datasets if isinstance(lengths, ConcatDataset) else lengths
         self.lengths = [_length_of(source) for source in sources]
-        if stop is not None and stop not in get_args(Stop):
-            raise ConfigurationError(f'stop should be "first", "all" or None, but got {stop!r}')
+        if stop is not None:
+            one_of("stop", stop, Stop)
         if not self.lengths or min(self.lengths) < 0:
             raise ConfigurationError(f"lengths should name sources, with no less than 0 samples: {self.lengths}")
         self.stop = stop
         self.shuffle = shuffle
-        self._schedule = Schedule()
-        self._length: int | None = None
-        self._begin([list(stage) for stage in _stages(self.lengths if weights is None else weights)])
+        self._begin(_stages(self.lengths if weights is None else weights))
 
     @property
     def weights(self) -> list[tuple[int, list[float]]]:
@@ -106,17 +106,15 @@ class MixtureSampler(OrderedSampler):
             raise ConfigurationError(
                 "weights can be set on the way where stop=None; otherwise name them all at construction"
             )
-        at, begun = _sample_of(at), max(self._schedule.stages[-1].start, self._schedule.seen)
-        if at < begun:
-            raise ConfigurationError(
-                f"weights can be set from sample {begun} on, but not from {at}: the samples there were read "
-                "already, or have got other weights"
-            )
+        at, last = count_of(_AT, at, least=0), self._schedule.stages[-1].start
+        if at < last:
+            raise ConfigurationError(f"weights can't be set from sample {at} on: from {last} on others were set before")
         self._check(weights)
-        self._schedule.add(at, weights)
+        with self._changed_from(at):
+            self._schedule.add(at, weights)
 
     def order(self) -> Order:
-        """Return the order of the epoch that is set, which does not change afterwards."""
+        """Return the order of the epoch that is set. `set_weights` changes it after what was read."""
         shuffles = [
             reshuffled(length, self.shuffle, self.seed, self.epoch, number)
             for number, length in enumerate(self.lengths)
@@ -125,9 +123,6 @@ class MixtureSampler(OrderedSampler):
         schedule = self._schedule
 
         def indices_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-            if not len(positions):
-                return positions
-            schedule.seen = max(schedule.seen, int(positions.max()) + 1)
             return by_group(*schedule.draws(positions), lambda number, own: starts[number] + shuffles[number](own))
 
         return Order(self._length, indices_at)
@@ -135,12 +130,6 @@ class MixtureSampler(OrderedSampler):
     def num_indices(self) -> int:
         """Return below which number all of its indices are."""
         return sum(self.lengths)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
-        if epoch != self.epoch:
-            self._schedule = Schedule(self._schedule.stages)
-        super().set_epoch(epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks, with the weights in it.
@@ -158,9 +147,8 @@ class MixtureSampler(OrderedSampler):
                 mine,
             )
             self._begin(state["weights"])
-        self._schedule.seen = state["cursor"]
 
-    def _begin(self, stages: list[Any]) -> None:
+    def _begin(self, stages: Sequence[Any]) -> None:
         self._schedule = Schedule()
         for at, weights in stages:
             self._check(weights)
@@ -201,11 +189,8 @@ class MixtureSampler(OrderedSampler):
             )
         return max(cast("list[int]", lasts)) + 1
 
-    def _num_positions(self) -> int | None:
-        return self._length
-
     def _state_identity(self) -> dict[str, Any]:
-        return {**super()._state_identity(), "lengths": self.lengths, "stop": self.stop, "shuffle": self.shuffle}
+        return {**super()._state_identity(), "lengths": self.lengths}
 
     def _whole_state(self, bare: dict[str, Any]) -> dict[str, Any]:
         return {**bare, "weights": [list(stage) for stage in self.weights]}
@@ -241,16 +226,9 @@ def _stages(weights: Weights) -> list[tuple[int, Sequence[float]]]:
     if not weights or not isinstance(weights[0], (tuple, list)):
         return [(0, cast("Sequence[float]", weights))]
     named = cast("Sequence[tuple[int, Sequence[float]]]", weights)
-    stages = dict(sorted((_sample_of(at), own) for at, own in named))
+    stages = dict(sorted((count_of(_AT, at, least=0), own) for at, own in named))
     if len(stages) < len(named):
         raise ConfigurationError(f"the same sample has several weights: {[at for at, _ in named]}")
     if 0 not in stages:
         raise ConfigurationError(f"the first weights should hold from sample 0 on, but hold from {min(stages)}")
     return [*stages.items()]
-
-
-def _sample_of(at: Any) -> int:
-    """Return the sample from which on weights hold, as Python's integer."""
-    if isinstance(at, bool) or not isinstance(at, Integral) or at < 0:
-        raise ConfigurationError(f"weights should hold from the number of a sample on, but got {at!r}")
-    return int(at)

@@ -4,14 +4,20 @@
                                     └─ rank r of R takes the positions r, r + R, r + 2 R ...
 
 How far an epoch is, is therefore one number, the global cursor, whichever rank tells it.
+
+    ResumableSampler      seed, epoch, ranks; iterators (`Run`), and states, which are read from a run
+    └─ OrderedSampler     deals out an Order, sample by sample: a subclass says the order of an epoch, and nothing more
+    └─ windows            deals out batches, which are planned window by window of such an order
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from numbers import Integral
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,17 +26,29 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from asyncloader import identity
+from asyncloader.epochs import as_number
 from asyncloader.errors import ConfigurationError, StateMismatchError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 T_co = TypeVar("T_co", covariant=True)
+Self = TypeVar("Self", bound="ResumableSampler[Any]")
 
 ENDLESS = 1 << 62
 """Stands for the length of an order without an end."""
-_MOST_AT_ONCE = 4096
-"""Indices that are computed at once: some 0.3 ms, and 0.4 MB with all that numpy needs meanwhile."""
+_FEWEST_AT_ONCE, _MOST_AT_ONCE = 64, 4096
+"""Indices that are computed at once: 4,096 take some 0.3 ms, and 0.4 MB with all that numpy needs meanwhile."""
 _SPAN = 1 << 16
 """Positions of all ranks that they are spread over: a mixture looks at those between as well."""
+_lock = threading.Lock()
+"""Held while indices are computed, or an order is changed: by no thread of a child that is forked meanwhile."""
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Order(NamedTuple):
@@ -38,23 +56,14 @@ class Order(NamedTuple):
 
     Attributes:
         length: How many positions it has; None if it has no end.
-        indices_at: Returns the indices at some positions.
+        indices_at: Returns the indices at some positions, an array of int64 for one.
+        repeats: Positions beyond the end, which ranks are given so that all have equally many, are those from the
+            beginning on. Otherwise the function knows such positions too.
     """
 
     length: int | None
     indices_at: Callable[[NDArray[np.int64]], NDArray[np.int64]]
-
-
-class HasOrder(ABC):
-    """A sampler whose order other samplers can be given: it can be looked at anywhere."""
-
-    @abstractmethod
-    def order(self) -> Order:
-        """Return the order of the epoch that is set, which does not change afterwards."""
-
-    @abstractmethod
-    def num_indices(self) -> int:
-        """Return below which number all of its indices are."""
+    repeats: bool = True
 
 
 def place_in_group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -74,39 +83,48 @@ def place_in_group(num_replicas: int | None, rank: int | None) -> tuple[int, int
 
 
 def count_of(name: str, value: Any, *, least: int | None = 1) -> int:
-    """Return an integer, of numpy's too, as Python's own.
+    """Return an integer, of numpy's and torch's too, as Python's own.
 
     Raises:
         ConfigurationError: if it is none, or below the least that is allowed.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and value < least):
+    number = None if isinstance(value, bool) else as_number(value)
+    if number is None or (least is not None and number < least):
         bound = "" if least is None else f" of at least {least}"
         raise ConfigurationError(f"{name} should be an integer{bound}, but got {value!r}")
-    return int(value)
+    return number
 
 
 class Run:
-    """An iterator of a sampler: where it began, and how much of it was read. Only the newest one tells states.
+    """One iterator of a sampler: where it began, and how much of it was read. States are read from it.
 
     Attributes:
         start: The cursor that it began at.
         epoch: The epoch that it is of.
+        reading: Which reading of the sampler it is of: see `ResumableSampler.begin_reading`.
+        is_begun: It was begun; otherwise it stands for an iterator that is still to be made.
         read: How many items were read of it.
-        ends: For a run that plans windows: its units up to the end of each window; 0 before the first one.
+        within: For a sampler around another one: the run of that one.
+        ends: For a sampler that plans windows: its units up to the end of each window that it has planned.
     """
 
-    def __init__(self, start: Any, epoch: int) -> None:
+    def __init__(self, start: Any, epoch: int, reading: int, *, is_begun: bool) -> None:
         self.start = start
         self.epoch = epoch
+        self.reading = reading
+        self.is_begun = is_begun
         self.read = 0
+        self.within: Run | None = None
         self.ends = [0]
 
 
 class ResumableSampler(Sampler[T_co], ABC):
     """Deals an epoch out to ranks; its states are for any number of ranks.
 
-    Subclasses say how an epoch is dealt out, and what cursor is reached after so many items; a cursor is plain data
-    that means the same on all ranks. Called from the thread that reads the sampler.
+    Subclasses say how an epoch is dealt out from a cursor on, what cursor is reached after so many items, and how many
+    are left; a cursor is plain data that means the same on all ranks. Attributes that are plain values (numbers, texts)
+    are part of states, and a state with others is refused: those that say which samples come, and so should be all but
+    what has a name with an underscore. Called from the thread that reads the sampler.
 
     :class:`asyncloader.DataLoader` sets the next epoch by itself where nobody has set one since the last one began.
     With other loaders, `set_epoch` is to be called before each epoch.
@@ -123,24 +141,34 @@ class ResumableSampler(Sampler[T_co], ABC):
 
     _beginning: ClassVar[Any] = 0
     """The cursor at which epochs begin."""
-    _next: Any
-    """The cursor at which the next iterator begins."""
+    _may_differ: ClassVar[frozenset[str]] = frozenset({"num_replicas", "rank", "epoch", "is_epoch_set", "dataset"})
+    """Attributes that are no part of states."""
     is_epoch_set = False
     """Whether `set_epoch` or `load_state_dict` was called since our loader has begun an epoch."""
+    _next: Any
+    """The cursor at which the next iterator begins; None for the beginning of the epoch."""
+    _run: Run
+    """The newest iterator, or what stands for the next one."""
 
-    def __init__(self, num_replicas: int | None, rank: int | None, seed: int, drop_last: bool) -> None:
+    def __init__(
+        self,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
         self.num_replicas, self.rank = place_in_group(num_replicas, rank)
         self.seed = count_of("seed", seed, least=None)
         self.drop_last = drop_last
         self.epoch = 0
-        self._begin_at(self._beginning)
+        self._reading = 0
+        self._is_begun = False  # something of the reading may have been read
+        self._is_announced = False  # a loader has begun the reading, whose first item is still to be read
+        self._begin_at(None)
 
     def __iter__(self) -> Iterator[T_co]:
-        run = self._run = Run(self._next, self.epoch)
-        self._next = self._beginning
-        for item in self._deal(run):
-            run.read += 1
-            yield item
+        return self._deal()
 
     def __len__(self) -> int:
         """Return the items of this rank in a whole epoch: the one that is set.
@@ -155,9 +183,13 @@ class ResumableSampler(Sampler[T_co], ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
-        if epoch != self.epoch:
-            self._begin_at(self._beginning)
-        self.epoch, self.is_epoch_set = count_of("epoch", epoch, least=None), True
+        number = count_of("epoch", epoch, least=None)
+        if number != self.epoch:
+            self.epoch = number
+            self._reading += self._is_begun
+            self._is_begun = self._is_announced = False
+            self._begin_at(None)
+        self.is_epoch_set = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the newest iterator has been read.
@@ -169,7 +201,7 @@ class ResumableSampler(Sampler[T_co], ABC):
 
     def state_after(self, items: int) -> dict[str, Any]:
         """Return the state after so many samples, or batches, of the newest iterator, counted on this rank."""
-        return self._whole_state(self._bare_state(items))
+        return self._whole_state(self._bare_state(self._run, items))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.
@@ -177,109 +209,216 @@ class ResumableSampler(Sampler[T_co], ABC):
         Raises:
             StateMismatchError: if the state is of another sampler, data or order, or a later version.
         """
-        check_state(state, self)
+        self._check_state(state)
         self.epoch, self.is_epoch_set = state["epoch"], True
+        self._reading += 1
+        self._is_begun, self._is_announced = state["is_begun"], False
         self._begin_at(copy.copy(state["cursor"]))
 
-    def _bare_state(self, items: int | None = None) -> dict[str, Any]:
-        """Return the state after so many items, or now, without what may be changed later for items that come after it.
+    def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int:
+        """Return how many items of this rank are left of an epoch after a state, of whichever number of ranks.
+
+        Args:
+            state: Where the epoch is.
+            next_epoch: The epoch of the state is over, and this one is meant.
+        """
+        there = self._copy()
+        there.load_state_dict(state)
+        if next_epoch is not None:
+            there.set_epoch(next_epoch)
+        left = there._left(there._beginning if next_epoch is not None else there._run.start)
+        assert left is not None
+        return left
+
+    def announce_reading(self) -> None:
+        """Begin a reading, whose first item is read later: a loader that begins an epoch calls it."""
+        if self._next is None:
+            self.begin_reading()
+            self._is_announced = True
+        self._begin_at(self._next)
+
+    def begin_reading(self) -> None:
+        """Let what is read from now on be another reading: of the next epoch, or of the same one from its beginning."""
+        self._reading += self._is_begun
+        self._is_begun = True
+
+    def preload(self, state: dict[str, Any]) -> None:
+        """Hear of a state that a loader has been given, and which is loaded when the loader is iterated over."""
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """See whether a state is one of a sampler like this.
+
+        Raises:
+            StateMismatchError: if it is not; it says what differs.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise StateMismatchError("version", state.get("version"), STATE_VERSION)
+        identity.check(state, identity.of(self))
+
+    def _begin_run(self) -> Run:
+        """Return the run of an iterator that is read for the first time."""
+        if self._next is None and not self._is_announced:
+            self.begin_reading()
+        self._is_begun, self._is_announced = True, False
+        self._begin_at(self._next)
+        self._next = None
+        return self._run
+
+    def _begin_at(self, cursor: Any) -> None:
+        """Let the next iterator begin at a cursor; None for the beginning of the epoch."""
+        self._next = cursor
+        self._run = self._new_run(self._beginning if cursor is None else cursor)
+
+    def _new_run(self, start: Any) -> Run:
+        return Run(start, self.epoch, self._reading, is_begun=self._is_begun)
+
+    def _bare_state(self, run: Run, items: int) -> dict[str, Any]:
+        """Return the state after so many items of a run, without what may be changed later for items after these.
 
         A loader takes it after each batch.
         """
         return {
             "version": STATE_VERSION,
-            "epoch": self.epoch,
-            "cursor": self._cursor_after(self._run.read if items is None else items),
+            "epoch": run.epoch,
+            "is_begun": run.is_begun,
+            "cursor": self._cursor_after(run, items),
             "world": self.num_replicas,
             **identity.of(self),
-            **self._more_state(),
         }
 
     def _whole_state(self, bare: dict[str, Any]) -> dict[str, Any]:
         """Return a state with what it lacks, as it is now."""
         return bare
 
-    def forget_iterator(self) -> None:
-        """Let the state be that in which the next iterator begins, though the newest one was left before its end."""
-        self._begin_at(self._next)
+    def _state_identity(self) -> dict[str, Any]:
+        """Return what must be the same for a state to mean the same samples."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if not name.startswith("_") and name not in self._may_differ and isinstance(value, identity.SCALARS)
+        }
 
-    def _begin_at(self, cursor: Any) -> None:
-        """Let the next iterator begin at a cursor."""
-        self._next = cursor
-        self._run = Run(cursor, self.epoch)
+    def _copy(self: Self) -> Self:
+        """Return a sampler of its own, which loads states without a change to this one."""
+        return copy.copy(self)
 
     @abstractmethod
-    def _deal(self, run: Run) -> Iterator[T_co]:
-        """Yield the items of this rank from the start of a run on."""
+    def _deal(self) -> Iterator[T_co]:
+        """Begin a run and yield the items of this rank, counting each before it is yielded."""
 
     @abstractmethod
-    def _cursor_after(self, items: int) -> Any:
-        """Return where the newest run is if all ranks have taken so many items."""
+    def _cursor_after(self, run: Run, items: int) -> Any:
+        """Return where a run is if all ranks have taken so many items."""
 
     @abstractmethod
     def _left(self, cursor: Any) -> int | None:
         """Return how many items of this rank are left of the epoch from a cursor on; None if it has no end."""
 
-    @abstractmethod
-    def _state_identity(self) -> dict[str, Any]:
-        """Return what must be the same for a state to mean the same samples; what others return is added to this."""
-        return {"seed": self.seed, "drop_last": self.drop_last}
 
-    def _more_state(self) -> dict[str, Any]:
-        """Return what else belongs in a state, and need not be the same."""
-        return {}
-
-
-class OrderedSampler(ResumableSampler[int], HasOrder):
+class OrderedSampler(ResumableSampler[int]):
     """Deals an order that can be looked at anywhere out to ranks, sample by sample. A cursor is a position in it.
+
+    A subclass says the order of an epoch (`order`), and nothing more: states, epochs, ranks and lengths follow. Its
+    attributes that are plain values are part of states, and a state with others is refused.
 
     Where the samples cannot be divided evenly, those from the beginning of the epoch's order are repeated at its end,
     unless they are to be dropped. Called from the thread that reads it.
+
+    Args:
+        num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
+        rank: Which of them this is; by default that of the process group, or 0.
+        seed: The same on all ranks.
+        drop_last: Whether to leave out, at the end of an epoch, what cannot be divided evenly.
+
+    Raises:
+        ConfigurationError: if the rank is not one of the ranks, or a number is no integer.
+
+    Example:
+        >>> class Strided(OrderedSampler):
+        ...     def __init__(self, length, stride, **place):
+        ...         super().__init__(**place)
+        ...         self.length, self.stride = length, stride
+        ...
+        ...     def order(self):
+        ...         return Order(self.length, lambda positions: (positions * self.stride + self.epoch) % self.length)
+        >>> list(Strided(7, 3, num_replicas=2, rank=1))
+        [3, 2, 1, 0]
     """
 
+    _version = 0
+    """How often the order was changed while it was read."""
+    _planned = 0
+    """Up to which position a sampler around this one has planned the epoch."""
+
     def __repr__(self) -> str:
-        length = self._num_positions()
+        length = self.order().length
         return (
             f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, "
-            f"{self._cursor_after(self._run.read)} of {'endless' if length is None else length} samples>"
+            f"{self._cursor_after(self._run, self._run.read)} of {'endless' if length is None else length} samples>"
         )
 
-    def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int:
-        """Return how many samples of this rank are left of an epoch after a state, of whichever number of ranks.
-
-        Args:
-            state: Where the epoch is.
-            next_epoch: The epoch of the state is over, and this one is meant.
-        """
-        return len(self._positions(state["cursor"] if next_epoch is None else 0))
-
     @abstractmethod
-    def _num_positions(self) -> int | None:
-        """Return the length of the order, without making it; None if it has no end."""
+    def order(self) -> Order:
+        """Return the order of the epoch that is set: a function of `seed` and `epoch`, the same on all ranks."""
 
-    def _deal(self, run: Run) -> Iterator[int]:
+    def num_indices(self) -> int | None:
+        """Return below which number all of its indices are, if that is known: batch samplers compare it."""
+        return self.order().length
+
+    def _deal(self) -> Iterator[int]:
+        run = self._begin_run()
         order = self.order()
-        positions, at_once = self._positions(run.start), self._most_at_once
-        for first in range(0, len(positions), at_once):
-            piece = positions[first : first + at_once]
-            # Positions beyond the end begin anew.
-            places = np.arange(piece.start, piece.stop, piece.step) % (order.length or ENDLESS)
-            yield from order.indices_at(places).tolist()
+        positions = self._positions(run.start, order.length)
+        turn = order.length if order.length and order.repeats else ENDLESS
+        piece: list[int] = []
+        begin, at_once, version = 0, _FEWEST_AT_ONCE, self._version
+        while (number := run.read) < len(positions):
+            run.read += 1  # first of all: from here on `_changed_from` refuses this position
+            if number - begin == len(piece) or version != self._version:
+                with _lock:
+                    at_once = min(2 * at_once, self._most_at_once) if version == self._version else _FEWEST_AT_ONCE
+                    begin, version = number, self._version
+                    part = positions[number : number + at_once]
+                    piece = order.indices_at(np.arange(part.start, part.stop, part.step) % turn).tolist()
+            yield piece[number - begin]
 
     @property
     def _most_at_once(self) -> int:
         """How many indices of this rank are computed at once, at most."""
-        return max(64, min(_MOST_AT_ONCE, _SPAN // self.num_replicas))
+        return max(_FEWEST_AT_ONCE, min(_MOST_AT_ONCE, _SPAN // self.num_replicas))
 
-    def _cursor_after(self, items: int) -> int:
-        return int(self._run.start + items * self.num_replicas)
+    @contextlib.contextmanager
+    def _changed_from(self, at: int) -> Iterator[None]:
+        """Change the order of the epoch from a position on, in what is inside. In any thread.
+
+        A thread that reads meanwhile has claimed its position before this looks: then it is refused. Or it claims one
+        afterwards, and sees the new version: then it waits for the lock, and reads what has changed.
+
+        Raises:
+            ConfigurationError: if samples beyond that position were read, or planned by a sampler around this one.
+        """
+        with _lock:
+            self._version += 1
+            first = max(self._planned, self._cursor_after(self._run, self._run.read)) if self._is_begun else 0
+            if at < first:
+                raise ConfigurationError(
+                    f"weights can change from sample {first} on, but not from {at}: those before it are drawn already"
+                )
+            yield
+
+    def _begin_at(self, cursor: int | None) -> None:
+        super()._begin_at(cursor)
+        self._planned = 0
+
+    def _cursor_after(self, run: Run, items: int) -> int:
+        return int(run.start + items * self.num_replicas)
 
     def _left(self, cursor: int) -> int | None:
-        return None if self._num_positions() is None else len(self._positions(cursor))
+        length = self.order().length
+        return None if length is None else len(self._positions(cursor, length))
 
-    def _positions(self, start: int) -> range:
-        """Return the positions of this rank in the order of the epoch, from a global cursor on."""
-        length = self._num_positions()
+    def _positions(self, start: int, length: int | None) -> range:
+        """Return the positions of this rank in an order of some length, from a global cursor on."""
         left = max(0, (ENDLESS if length is None else length) - start)
         each = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
         return range(start + self.rank, start + each * self.num_replicas, self.num_replicas)
@@ -296,14 +435,8 @@ def bare_state(sampler: Any, run: Run | None = None) -> Any:
     """
     if not (isinstance(sampler, ResumableSampler) and type(sampler).state_dict is ResumableSampler.state_dict):
         return sampler.state_dict()
-    if run is None or run is sampler._run:
-        return sampler._bare_state()
-    newest, epoch = sampler._run, sampler.epoch  # somebody else has begun to read the sampler, for a look at a batch
-    sampler._run, sampler.epoch = run, run.epoch
-    try:
-        return sampler._bare_state()
-    finally:
-        sampler._run, sampler.epoch = newest, epoch
+    run = run or sampler._run
+    return sampler._bare_state(run, run.read)
 
 
 def newest_run(sampler: Any) -> Run | None:
@@ -314,18 +447,3 @@ def newest_run(sampler: Any) -> Run | None:
 def whole_state(sampler: Any, bare: Any) -> Any:
     """Return a state with what was changed in the sampler since then, and holds for items after it."""
     return sampler._whole_state(bare) if isinstance(sampler, ResumableSampler) else bare
-
-
-def check_state(state: dict[str, Any], sampler: Any) -> None:
-    """See whether a state is one of a sampler like this.
-
-    Raises:
-        StateMismatchError: if it is not; it says what differs.
-    """
-    if state.get("version") != STATE_VERSION:
-        raise StateMismatchError("version", state.get("version"), STATE_VERSION)
-    if "kind" not in state:  # states of earlier versions did not say it: those of each kind have keys of their own
-        keys, others = sampler.state_dict().keys() - {"kind"}, state.keys()
-        if keys != others:
-            raise StateMismatchError("kind", f"one with {sorted(others)}", f"{type(sampler).__name__} ({sorted(keys)})")
-    identity.check(state, identity.of(sampler))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -52,13 +51,12 @@ def pack_collate(
         (``document_ids[b, q] == document_ids[b, kv]``) and for masks.
         "cu_seqlens", int32: where samples begin, and at last the end, in the batch laid out as one row; a block's
         padding counts as a sample. With "max_seqlen", an int, the longest: for flash attention's variable lengths.
-        And what other rows the samples have, filled with 0, in the dtype that torch promotes those of all samples to.
+        And what other rows the samples have, filled with 0, in the dtype that numpy promotes those of all samples to.
 
     Raises:
         ValueError: if a sample is longer than a block, or all need more than `batch_size` blocks: then their lengths
             are not those that the sampler was given. If a row or labels are not of the length of their "input_ids", a
-            sample lacks a row that another one has, tokens or labels are no integers, or dtypes have none in common
-            that holds all of their numbers.
+            sample lacks a row that another one has, or tokens or labels are no integers.
     """
     rows = [_rows(sample, f"sample {number} of the batch") for number, sample in enumerate(samples)]
     sizes = _sizes(rows, block_size, too_long)
@@ -71,15 +69,17 @@ def pack_collate(
             )
         num_blocks = batch_size
     segments, numbers = _segments(starts, sizes, num_blocks, block_size)
-    fills = {"input_ids": pad_id, "labels": IGNORED}
-    flat = {
-        name: _laid_out(rows, name, starts, sizes, np.full(num_blocks * block_size, fills.get(name, 0), dtype))
-        for name, dtype in _dtypes(rows).items()
-    }
+    count = num_blocks * block_size
+    flat = {"input_ids": np.full(count, pad_id, np.int64), "labels": np.full(count, IGNORED, np.int64)}
+    filled = [number for number, size in enumerate(sizes) if size]  # rows without tokens have no dtype of their own
+    for name in _names(rows, filled):
+        joined = np.concatenate([rows[number][name][: sizes[number]] for number in filled])
+        row = flat.setdefault(name, np.zeros(count, joined.dtype.newbyteorder("=")))
+        row[np.concatenate([np.arange(sizes[number]) + starts[number] for number in filled])] = joined
     begins = np.cumsum(segments) - segments
     _ignore_first(flat["labels"], begins, segments, shift_labels=shift_labels)
     flat["labels"][np.repeat(numbers < 0, segments)] = IGNORED
-    flat["position_ids"] = np.arange(num_blocks * block_size) - np.repeat(begins, segments)
+    flat["position_ids"] = np.arange(count) - np.repeat(begins, segments)
     flat["document_ids"] = np.repeat(numbers, segments).astype(np.int32)
     return {
         **{name: torch.from_numpy(row.reshape(num_blocks, block_size)) for name, row in flat.items()},
@@ -98,22 +98,6 @@ def _sizes(rows: list[dict[str, NDArray[Any]]], block_size: int, too_long: str) 
                 'asyncloader.samplers.Pieces if PackingBatchSampler splits samples, or give too_long="cut"'
             )
     return [min(size, block_size) for size in sizes]
-
-
-def _laid_out(
-    rows: list[dict[str, NDArray[Any]]], name: str, starts: list[int], sizes: list[int], flat: NDArray[Any]
-) -> NDArray[Any]:
-    """Lay one row of each sample into all blocks, one behind the other."""
-    try:
-        with np.errstate(over="raise"):
-            for row, start, size in zip(rows, starts, sizes, strict=True):
-                if size:
-                    flat[start : start + size] = row[name][:size]
-    except FloatingPointError as error:
-        raise ValueError(
-            f"the row {name!r} of the batch has numbers too large for {flat.dtype}, the common dtype of its samples"
-        ) from error
-    return flat
 
 
 def _ignore_first(
@@ -143,38 +127,18 @@ def _rows(sample: Any, whose: str) -> dict[str, NDArray[Any]]:
     return {name: row for name, row in rows.items() if row.ndim == 1 and row.dtype.kind in "biufc"}
 
 
-def _dtypes(rows: list[dict[str, NDArray[Any]]]) -> dict[str, np.dtype[Any]]:
-    """Return which rows the samples have, and the dtype of each in a batch: of samples without tokens nothing counts.
+def _names(rows: list[dict[str, NDArray[Any]]], filled: list[int]) -> set[str]:
+    """Return which rows the samples have.
 
     Raises:
-        ValueError: A sample lacks a row, or there is no common dtype.
+        ValueError: A sample lacks a row.
     """
-    filled = [(number, row) for number, row in enumerate(rows) if len(row["input_ids"])]
-    found: dict[str, dict[np.dtype[Any], int]] = {}  # of each row the dtypes, and which sample was the first with it
-    for number, row in filled:
-        for name, values in row.items():
-            found.setdefault(name, {}).setdefault(values.dtype, number)
-    for number, row in filled:
-        if missing := found.keys() - row.keys():
+    found = {name: number for number in filled for name in rows[number]}
+    for number in filled:
+        if missing := found.keys() - rows[number].keys():
             name = min(missing)
-            raise ValueError(
-                f"sample {number} of the batch has no row {name!r}, which sample {min(found[name].values())} has"
-            )
-    found |= {"input_ids": {np.dtype(np.int64): 0}, "labels": {np.dtype(np.int64): 0}}
-    return {name: _common(name, dtypes) for name, dtypes in found.items()}
-
-
-def _common(name: str, dtypes: Mapping[np.dtype[Any], int]) -> np.dtype[Any]:
-    """Return the dtype that torch promotes these to, numpy's with the bytes in this machine's order."""
-    if len(dtypes) == 1:
-        (dtype,) = dtypes
-        return dtype.newbyteorder("=")
-    try:
-        each = [torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype for dtype in dtypes]
-        return torch.empty(0, dtype=functools.reduce(torch.promote_types, each)).numpy().dtype
-    except (TypeError, RuntimeError) as error:
-        told = ", ".join(f"{dtype} in sample {number}" for dtype, number in dtypes.items())
-        raise ValueError(f"the row {name!r} of the batch has no common dtype: {told}") from error
+            raise ValueError(f"sample {number} of the batch has no row {name!r}, which sample {found[name]} has")
+    return {*found}
 
 
 def _lay_out(sizes: list[int], block_size: int) -> tuple[list[int], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any, Literal
 
@@ -16,11 +15,11 @@ from asyncloader.identity import checksum
 from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, cost_of, dearest_first
 from asyncloader.samplers.best_fit import best_fit
 from asyncloader.samplers.lengths import LengthsLike
-from asyncloader.samplers.ordered import HasOrder, count_of
+from asyncloader.samplers.ordered import OrderedSampler, count_of
 from asyncloader.samplers.pack_collate import pack_collate
-from asyncloader.samplers.pieces import Piece, Pieces
+from asyncloader.samplers.pieces import Pieces
 from asyncloader.samplers.shuffle import Shuffle
-from asyncloader.samplers.windows import WindowedBatchSampler
+from asyncloader.samplers.windows import Units, WindowedBatchSampler
 
 TooLong = Literal["raise", "split", "cut"]
 _WINDOW = 1 << 13
@@ -100,6 +99,8 @@ class PackingBatchSampler(WindowedBatchSampler):
         ConfigurationError: if lengths are no integers, negative, too long or not as many as the sampler has.
     """
 
+    _may_differ = WindowedBatchSampler._may_differ | {"batch_size"}
+
     def __init__(
         self,
         lengths: LengthsLike,
@@ -107,7 +108,7 @@ class PackingBatchSampler(WindowedBatchSampler):
         block_size: int,
         batch_size: int = 1,
         too_long: TooLong = "raise",
-        sampler: HasOrder | None = None,
+        sampler: OrderedSampler | None = None,
         num_samples: int | None = None,
         window: int = _WINDOW,
         shuffle: bool = True,
@@ -153,15 +154,7 @@ class PackingBatchSampler(WindowedBatchSampler):
                     f"PackingBatchSampler has {name}={value!r}, and pack_collate {name}={given.get(name)!r}. {_PACKED}"
                 )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iterator go on from a state, of whichever rank and number of ranks.
-
-        Raises:
-            StateMismatchError: if the state is of another sampler, lengths or order, or a later version.
-        """
-        super().load_state_dict({"cost": None, "batch_size": None, **state})  # earlier states do not say it
-
-    def _plan(self, indices: NDArray[np.int64], *key: int) -> list[list[Any]]:
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
         lengths = self._lengths_of(indices)
         samples, starts = np.arange(len(lengths)), np.zeros_like(lengths)
         if self.too_long == "split":
@@ -177,18 +170,15 @@ class PackingBatchSampler(WindowedBatchSampler):
             _, first, blocks = np.unique(blocks, return_index=True, return_inverse=True)
             blocks = np.argsort(np.argsort(first))[blocks]
         units = blocks if self.cost is None else self._in_batches(blocks, cost_of(self.cost, sizes), *key)
-        # within a block in the order of the window, not by length
-        in_units = np.lexsort((blocks, units))
-        counts = np.bincount(units)
         self._tokens += int(sizes.sum())
-        self._space += len(counts) * self.block_size * (self.batch_size if self.cost else 1)
-        samples, starts, sizes = samples[in_units], starts[in_units], sizes[in_units]
-        keys = indices[samples].tolist()
+        self._space += (int(units.max()) + 1) * self.block_size * (self.batch_size if self.cost else 1)
+        keys = indices[samples]
         if self.too_long == "split":
-            for at in np.flatnonzero(sizes < lengths[samples]).tolist():
-                keys[at] = Piece(keys[at], int(starts[at]), int(starts[at] + sizes[at]))
-        bounds = [0, *np.cumsum(counts).tolist()]
-        return [keys[first:last] for first, last in itertools.pairwise(bounds)]
+            is_piece = sizes < lengths[samples]
+            keys = np.stack([keys, starts, (starts + sizes) * is_piece], axis=1)
+        # Block after block, and within a block in the order of the window, not by length.
+        by_block = np.argsort(blocks, kind="stable")
+        return Units(keys[by_block], units[by_block])
 
     def _in_batches(self, blocks: NDArray[np.int64], costs: NDArray[np.float64], *key: int) -> NDArray[np.int64]:
         """Return the batch of each sample, in batches of blocks that cost the same; the order of these is planned too.
@@ -219,10 +209,5 @@ class PackingBatchSampler(WindowedBatchSampler):
             )
 
     def _state_identity(self) -> dict[str, Any]:
-        return {
-            **super()._state_identity(),
-            "block_size": self.block_size,
-            "too_long": self.too_long,
-            "cost": self._cost_checksum,
-            "batch_size": self.batch_size if self.cost else None,
-        }
+        batch_size = self.batch_size if self.cost else None  # otherwise a state counts blocks
+        return {**super()._state_identity(), "cost": self._cost_checksum, "batch_size": batch_size}

@@ -17,7 +17,7 @@ All of it is in integers, units of 2**-32 of a slot.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,12 +83,10 @@ class Schedule:
 
     Attributes:
         stages: The stages.
-        seen: Up to which position the order was looked at.
     """
 
-    def __init__(self, stages: Iterable[Stage] = ()) -> None:
-        self.stages = list(stages)
-        self.seen = 0
+    def __init__(self) -> None:
+        self.stages: list[Stage] = []
 
     def add(self, start: int, weights: Sequence[float]) -> None:
         """Let other weights hold from a position on, not before the last stage; there, they replace its own."""

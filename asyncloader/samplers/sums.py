@@ -1,45 +1,11 @@
-"""Sums of weights, by which samples are drawn.
-
-CumulativeSums   one row of sums: a weight that changes changes all sums after it
-SumTree          a tree of sums: a weight that changes changes those above it
-"""
+"""A tree of the sums of weights: samples are found by it, and a weight that changes changes only the sums above it."""
 
 from __future__ import annotations
-
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncloader.errors import ConfigurationError
-
-
-class CumulativeSums:
-    """Finds samples by weights that stay as they are.
-
-    Args:
-        weights: A weight for each sample, not all 0.
-    """
-
-    def __init__(self, weights: NDArray[np.float64]) -> None:
-        self.weights = weights
-
-    def find(self, shares: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the samples at these shares, from 0 to below 1, of the sum of all weights."""
-        ends = self._ends
-        ascending = np.argsort(shares)  # neighbours are looked up in the same part of the row: half the time, or less
-        found = np.empty(len(shares), np.int64)
-        found[ascending] = np.searchsorted(ends, shares[ascending] * ends[-1], side="right")
-        # The product may be rounded up to the end.
-        result: NDArray[np.int64] = np.minimum(found, np.searchsorted(ends, ends[-1]))
-        return result
-
-    @cached_property
-    def _ends(self) -> NDArray[np.float64]:
-        # Scaled by a power of two, which changes no bit of an ordinary weight: otherwise sums of the largest weights
-        # are infinite, and fractions of the smallest ones are rounded to whole steps.
-        ends: NDArray[np.float64] = np.cumsum(np.ldexp(self.weights, -np.frexp(self.weights.max())[1]))
-        return ends
 
 
 class SumTree:
@@ -63,19 +29,14 @@ class SumTree:
         for level in reversed(range((count - 1).bit_length())):
             first, last = 1 << level, min(2 << level, count)
             np.add(sums[2 * first : 2 * last : 2], sums[2 * first + 1 : 2 * last : 2], out=sums[first:last])
-        self._changed = np.empty(0, np.int64)  # nodes whose sums above do not count them yet, after a Ctrl-C
-
-    @property
-    def weights(self) -> NDArray[np.float64]:
-        """The weights: a view, not to be written to."""
-        return self._sums[self._count :]
 
     def set(self, indices: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
         """Change weights: 0.3 ms for a thousand of ten million. The last of several weights of one sample counts."""
-        self._add_up()
-        self._changed = indices + self._count
-        self._sums[self._changed] = weights
-        self._add_up()
+        sums, nodes = self._sums, indices + self._count
+        sums[nodes] = weights
+        for _ in range((2 * self._count - 1).bit_length() - 1):
+            nodes = np.maximum(nodes >> 1, 1)
+            sums[nodes] = sums[2 * nodes] + sums[2 * nodes + 1]
 
     def find(self, shares: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return the samples at these shares, from 0 to below 1, of the sum of all weights.
@@ -83,7 +44,6 @@ class SumTree:
         Raises:
             ConfigurationError: if the weights are all 0.
         """
-        self._add_up()
         if not self._sums[1]:
             raise ConfigurationError("no sample can be drawn, since updates have set all weights to 0")
         nodes, rest = np.ones(len(shares), np.int64), shares * self._sums[1]
@@ -101,13 +61,3 @@ class SumTree:
         # A rest may be rounded up to the sum of both: it must not lead to weights of 0.
         is_right = (rest >= left) & (self._sums[nodes + 1] > 0)
         return nodes + is_right, rest - left * is_right
-
-    def _add_up(self) -> None:
-        """Bring the sums above changed weights up to date. May be interrupted, and is then done again."""
-        if not len(nodes := self._changed):
-            return
-        sums = self._sums
-        for _ in range((2 * self._count - 1).bit_length() - 1):
-            nodes = np.maximum(nodes >> 1, 1)
-            sums[nodes] = sums[2 * nodes] + sums[2 * nodes + 1]
-        self._changed = np.empty(0, np.int64)

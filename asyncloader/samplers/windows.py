@@ -14,7 +14,6 @@ that each has a last batch and no sample is left out or comes twice.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from abc import abstractmethod
 from bisect import bisect_right
@@ -24,17 +23,80 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncloader.errors import ConfigurationError, StateMismatchError
-from asyncloader.protocols import probe
+from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.lengths import Lengths, LengthsLike
-from asyncloader.samplers.ordered import ENDLESS, HasOrder, Order, ResumableSampler, Run, check_state, count_of
+from asyncloader.samplers.ordered import ENDLESS, OrderedSampler, ResumableSampler, Run, count_of
+from asyncloader.samplers.pieces import Piece
+
+
+class Units:
+    """The units of a window, one behind the other, in an array: 8 bytes a sample, a fifth of what lists take.
+
+    Args:
+        keys: The indices of samples, (N,); or (N, 3): pieces of samples, as in :class:`Piece`, and whole samples, whose
+            end is 0.
+        units: The number of the unit that each of them is in. Within a unit they stay in the order given.
+    """
+
+    def __init__(self, keys: NDArray[np.int64], units: NDArray[np.int64]) -> None:
+        self._keys = keys[np.argsort(units, kind="stable")]
+        self._ends = np.cumsum(np.bincount(units))
+
+    def __len__(self) -> int:
+        """Return how many units there are."""
+        return len(self._ends)
+
+    def keys_of(self, number: int) -> list[Any]:
+        """Return the keys of a unit, for a dataset."""
+        rows = self._keys[self._ends[number - 1] if number else 0 : self._ends[number]].tolist()
+        return rows if self._keys.ndim == 1 else [Piece(*row) if row[2] else row[0] for row in rows]
+
+
+class EpochPlan:
+    """An order in windows: as many as it takes, all alike in size, or of the size that is given if there is no end.
+
+    Where units have a known number of samples, windows have a multiple of that, and the last one has the rest as well,
+    unless it is dropped.
+
+    Attributes:
+        epoch: The epoch that it is the order of.
+        count: How many windows there are; None if there is no end.
+        end: The position behind the last one.
+        kept: Units of windows that were planned and will be read.
+
+    Args:
+        sampler: The sampler that plans.
+    """
+
+    def __init__(self, sampler: WindowedBatchSampler) -> None:
+        self.epoch = sampler.epoch
+        self.kept: dict[int, Units] = {}
+        self._order = order = sampler.sampler.order()
+        self._multiple = multiple = sampler._samples_per_unit or 1
+        most = max(1, sampler.window // multiple)
+        if order.length is None:
+            self.count, self.end, self._shape = None, ENDLESS, (most, 1)
+        else:
+            pieces = order.length // multiple if sampler.drop_last else -(-order.length // multiple)
+            self.count = max(-(-pieces // most), min(sampler._least_windows, pieces))
+            self.end, self._shape = min(order.length, pieces * multiple), (pieces, max(1, self.count))
+
+    def begin(self, number: int) -> int:
+        """Return the position at which a window begins."""
+        pieces, windows = self._shape
+        return min(number * pieces // windows * self._multiple, self.end)
+
+    def indices(self, number: int) -> NDArray[np.int64]:
+        """Return the indices in a window."""
+        return self._order.indices_at(np.arange(self.begin(number), self.begin(number + 1)))
 
 
 class WindowedBatchSampler(ResumableSampler[list[Any]]):
     """Plans units window by window, and deals them out to ranks. A cursor is a window, and a unit in it.
 
-    Called from the thread that reads it.
+    A subclass plans a window (`_plan`). The length of an epoch is known when all of it is planned; that plan is kept,
+    and read later. Called from the thread that reads it.
 
     Args:
         lengths: The lengths of samples, or a function of their indices.
@@ -50,11 +112,16 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
     _beginning: ClassVar[Mapping[str, int]] = {"window": 0, "unit": 0}
     _measure: ClassVar[type[Lengths]] = Lengths
     """What is known of samples: their lengths, or their costs."""
+    _units_per_batch = 1
+    _samples_per_unit: int | None = None
+    """Where all units but the last one have as many: then their number is known without a plan."""
+    _least_windows = 1
+    """Of an epoch."""
 
     def __init__(
         self,
         lengths: LengthsLike,
-        sampler: HasOrder | None,
+        sampler: OrderedSampler | None,
         num_samples: int | None,
         window: int,
         shuffle: bool,
@@ -63,10 +130,9 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         seed: int,
         drop_last: bool,
     ) -> None:
-        super().__init__(num_replicas, rank, seed, drop_last)
-        if sampler is not None and not isinstance(sampler, HasOrder):
+        if sampler is not None and not isinstance(sampler, OrderedSampler):
             raise ConfigurationError(
-                f"sampler should be one of asyncloader.samplers, whose order can be looked at anywhere, but is a "
+                f"sampler should be an OrderedSampler, whose order can be looked at anywhere, but is a "
                 f"{type(sampler).__name__}"
             )
         of_sampler = None if sampler is None else sampler.num_indices()
@@ -78,44 +144,27 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
             )
         self.window = count_of("window", window)
         self.shuffle = shuffle
-        self.sampler = sampler
-        self._units_per_batch = 1
-        self._samples_per_unit = 1  # where all units have as many
-        self._least_windows = 1  # of an epoch
+        self.sampler = ElasticSampler(self.lengths.count, 1, 0, shuffle, seed) if sampler is None else sampler
         self._tokens = self._space = 0  # in what was planned so far
-        self._counted: tuple[Any, int] | None = None  # from which epoch and cursor on, and how many units there are
+        self._newest_plan: tuple[Any, EpochPlan | None] = None, None  # and what it is a plan of
+        super().__init__(num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)
 
     def __repr__(self) -> str:
-        place = "{window}:{unit}".format(**self._cursor_after(self._run.read))
+        place = "{window}:{unit}".format(**self._cursor_after(self._run, self._run.read))
         return f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, {place}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without the plan: copies in other processes make their own."""
+        return {**vars(self), "_newest_plan": (None, None)}
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
+        self.sampler.set_epoch(epoch)
         super().set_epoch(epoch)
-        inner: Any = self.sampler
-        if inner is not None:
-            inner.set_epoch(epoch)
-
-    def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int:
-        """Return how many batches of this rank are left of an epoch after a state. For that these are planned.
-
-        Args:
-            state: A state, taken on any rank of any number of ranks.
-            next_epoch: The epoch of the state is over, and this one is meant.
-        """
-        there = copy.copy(self)
-        there.sampler = copy.deepcopy(self.sampler)
-        there.load_state_dict(state)
-        if next_epoch is not None:
-            there.set_epoch(next_epoch)
-        left = there._left(there._next if next_epoch is None else self._beginning)
-        assert left is not None
-        return left
 
     def preload(self, state: dict[str, Any]) -> None:
         """Tell the order of samples within of a state that a loader has been given, and which is loaded later."""
-        if callable(preload := probe(self.sampler, "preload")) and state["sampler"] is not None:
-            preload(state["sampler"])
+        self.sampler.preload(state["sampler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.
@@ -123,23 +172,20 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         Raises:
             StateMismatchError: if the state is of another sampler, lengths or order, or a later version.
         """
-        inner: Any = self.sampler
-        check_state(state, self)
-        if (inner is None) != (state["sampler"] is None):
-            was = state["sampler"] and state["sampler"].get("kind", "one")
-            raise StateMismatchError("sampler", was, inner and type(inner).__name__)
-        if inner is not None:
-            inner.load_state_dict(state["sampler"])
+        self._check_state(state)
+        self.sampler.load_state_dict(state["sampler"])
         super().load_state_dict(state)
-        self._counted = None  # the state of a mixture may have other weights
         self.lengths.say_what_is_compared()
-        if planned := self._next["window"] + (self._next["unit"] > 0):
-            windows = self._windows()  # a mixture is told what is past: there, its weights cannot be changed any more
-            windows.order.indices_at(np.array([windows.begin(planned) - 1]))
+
+    def begin_reading(self) -> None:
+        """Let what is read from now on be another reading, of this sampler and of the order within."""
+        super().begin_reading()
+        self.sampler._next, self.sampler._is_announced = None, False
+        self.sampler.announce_reading()
 
     @abstractmethod
-    def _plan(self, indices: NDArray[np.int64], *key: int) -> list[list[Any]]:
-        """Plan a window: return the keys of the samples of each unit.
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
+        """Plan a window: return its units.
 
         Args:
             indices: The indices of its samples, in their order.
@@ -165,116 +211,92 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
 
         The share of an empty epoch is 1.
         """
-        if not self._space and (windows := self._windows()).count != 0:
-            self._plan_at(windows, 0)
+        if not self._space and (plan := self._epoch_plan()).count != 0:
+            self._plan_window(plan, 0)
         return self._tokens / self._space if self._space else 1.0
 
-    @abstractmethod
-    def _state_identity(self) -> dict[str, Any]:
-        planned = {f"{self._measure.noun}s": self.lengths.identity, "window": self.window, "shuffle": self.shuffle}
-        return {**super()._state_identity(), **planned}
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        self.sampler._check_state(state["sampler"])
 
-    def _more_state(self) -> dict[str, Any]:
-        inner: Any = self.sampler
-        return {"sampler": None if inner is None else inner._bare_state()}
+    def _state_identity(self) -> dict[str, Any]:
+        return {f"{self._measure.noun}s": self.lengths.identity, **super()._state_identity()}
+
+    def _bare_state(self, run: Run, items: int) -> dict[str, Any]:
+        assert run.within is not None
+        return {**super()._bare_state(run, items), "sampler": self.sampler._bare_state(run.within, 0)}
 
     def _whole_state(self, bare: dict[str, Any]) -> dict[str, Any]:
-        inner: Any = self.sampler
-        return bare if inner is None else {**bare, "sampler": inner._whole_state(bare["sampler"])}
+        return {**bare, "sampler": self.sampler._whole_state(bare["sampler"])}
 
-    def _deal(self, run: Run) -> Iterator[list[Any]]:
+    def _copy(self) -> WindowedBatchSampler:
+        there = super()._copy()
+        there.sampler = self.sampler._copy()
+        return there
+
+    def _new_run(self, start: Any) -> Run:
+        run = super()._new_run(start)
+        run.within = self.sampler._new_run(0)
+        return run
+
+    def _deal(self) -> Iterator[list[Any]]:
+        run = self._begin_run()
         units, each = self._units(run), self._units_per_batch
         while step := list(itertools.islice(units, each * self.num_replicas)):
             if len(step) == each * self.num_replicas:
-                yield [*itertools.chain.from_iterable(step[self.rank * each : (self.rank + 1) * each])]
+                run.read += 1
+                own = step[self.rank * each : (self.rank + 1) * each]
+                yield [key for window, number in own for key in window.keys_of(number)]
             elif not self.drop_last:
-                yield self._share_out(step)[self.rank]
+                run.read += 1
+                yield share_out([window.keys_of(number) for window, number in step], self.num_replicas)[self.rank]
 
-    def _share_out(self, units: list[list[Any]]) -> list[list[Any]]:
-        """Divide the last units of an epoch, which are too few for a batch on each rank: return the keys of each."""
-        return share_out(units, self.num_replicas)
+    def _units(self, run: Run) -> Iterator[tuple[Units, int]]:
+        """Plan the next windows of a run, and yield each unit: its window, and its number there."""
+        plan, first = self._epoch_plan(), run.start["unit"]
+        number = run.start["window"]
+        # An order that can be changed stays as it is before the run, too.
+        self.sampler._is_begun, self.sampler._planned = True, plan.begin(number + (first > 0))
+        while plan.count is None or number < plan.count:
+            self.sampler._planned = plan.begin(number + 1)  # before the order is looked at, which stays as it is then
+            window = self._plan_window(plan, number)
+            run.ends.append(run.ends[-1] + len(window))
+            yield from ((window, unit) for unit in range(first, len(window)))
+            number, first = number + 1, 0
 
-    def _cursor_after(self, items: int) -> dict[str, int]:
-        run, unit = self._run, items * self._units_per_batch * self.num_replicas
-        if unit > run.ends[-1]:  # more than was planned: plan on, and leave the run itself as it is
-            run = copy.deepcopy(run)
-            for _ in self._units(run):
-                if unit <= run.ends[-1]:
-                    break
+    def _cursor_after(self, run: Run, items: int) -> dict[str, int]:
+        unit = run.start["unit"] + items * self._units_per_batch * self.num_replicas  # from the first window on
+        if items > run.read:
+            raise ConfigurationError(f"{run.read} batches were yielded: what comes after {items} is not known yet")
         passed = bisect_right(run.ends, unit) - 1  # windows
-        within = unit - run.ends[passed] if passed < len(run.ends) - 1 else 0
-        return {"window": run.start["window"] + passed, "unit": within + (0 if passed else run.start["unit"])}
+        within = unit - run.ends[passed] if passed < len(run.ends) - 1 else 0  # at the end, a step may be short
+        return {"window": run.start["window"] + passed, "unit": within}
 
     def _left(self, cursor: Mapping[str, int]) -> int | None:
-        asked = self.epoch, dict(cursor)
-        if self._counted is None or self._counted[0] != asked:
-            windows = self._windows()
-            if windows.count is None:
-                return None
-            planned = (self._plan_at(windows, number) for number in range(cursor["window"], windows.count))
-            self._counted = asked, sum(map(len, planned)) - cursor["unit"]
-        whole, left = divmod(self._counted[1], self._units_per_batch * self.num_replicas)
+        plan = self._epoch_plan()
+        if plan.count is None:
+            return None
+        if self._samples_per_unit:
+            units = -((plan.begin(cursor["window"]) - plan.end) // self._samples_per_unit)
+        else:
+            plan.kept = {number: self._plan_window(plan, number) for number in range(cursor["window"], plan.count)}
+            units = sum(map(len, plan.kept.values()))
+        units -= cursor["unit"]
+        whole, left = divmod(units, self._units_per_batch * self.num_replicas)
         return whole + (left > 0 and not self.drop_last)
 
-    def _windows(self) -> Windows:
-        """Return the windows of the epoch that is set."""
-        if self.sampler is not None:
-            order = self.sampler.order()
-        else:
-            own = ElasticSampler(self.lengths.count, 1, 0, self.shuffle, self.seed)
-            own.set_epoch(self.epoch)
-            order = own.order()
-        return Windows(order, self.window, self._samples_per_unit, self._least_windows, drop_last=self.drop_last)
+    def _epoch_plan(self) -> EpochPlan:
+        """Return the plan of the epoch that is set: the same one as long as the order within stays as it is."""
+        of_what = self.epoch, self.sampler.epoch, self.sampler._reading, self.sampler._version
+        known, plan = self._newest_plan
+        if plan is None or known != of_what:
+            plan = EpochPlan(self)
+            self._newest_plan = of_what, plan
+        return plan
 
-    def _plan_at(self, windows: Windows, number: int) -> list[list[Any]]:
-        return self._plan(windows.indices(number), self.seed, self.epoch, number)
-
-    def _units(self, run: Run) -> Iterator[list[Any]]:
-        """Plan the next windows of a run, and yield the keys of each unit."""
-        windows, first = self._windows(), run.start["window"] - 1
-        while windows.count is None or first + len(run.ends) < windows.count:
-            plan = self._plan_at(windows, first + len(run.ends))
-            if len(run.ends) == 1:
-                plan = plan[run.start["unit"] :]
-            run.ends.append(run.ends[-1] + len(plan))
-            yield from plan
-
-
-class Windows:
-    """An order in windows: as many as it takes, all alike in size, or of the size that is given if there is no end.
-
-    Args:
-        order: The order.
-        size: The most samples of a window.
-        multiple: Windows have a multiple of so many samples, at least once that; the last one has the rest as well.
-        least: How many windows there are at least, as far as there are samples for so many.
-        drop_last: Leave that rest out.
-    """
-
-    def __init__(self, order: Order, size: int, multiple: int = 1, least: int = 1, *, drop_last: bool = False) -> None:
-        self.order = order
-        self._multiple = multiple
-        most = max(1, size // multiple)
-        if order.length is None:
-            self.count, self._end, self._shape = None, ENDLESS, (most, 1)
-        else:
-            pieces = order.length // multiple if drop_last else -(-order.length // multiple)
-            self.count = max(-(-pieces // most), min(least, pieces))
-            self._end, self._shape = min(order.length, pieces * multiple), (pieces, self.count)
-
-    def indices(self, number: int) -> NDArray[np.int64]:
-        """Return the indices in a window."""
-        return self.order.indices_at(np.arange(self.begin(number), self.begin(number + 1)))
-
-    def begin(self, number: int) -> int:
-        """Return the position at which a window begins."""
-        pieces, windows = self._shape
-        return min(number * pieces // windows * self._multiple, self._end)
-
-    def number_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the windows that positions are in."""
-        pieces, windows = self._shape
-        return ((positions // self._multiple + 1) * windows - 1) // pieces
+    def _plan_window(self, plan: EpochPlan, number: int) -> Units:
+        """Return the units of a window, which is planned now, or was."""
+        return plan.kept.get(number) or self._plan(plan.indices(number), self.seed, plan.epoch, number)
 
 
 def share_out(units: list[list[Any]], ranks: int) -> list[list[Any]]:
@@ -283,12 +305,9 @@ def share_out(units: list[list[Any]], ranks: int) -> list[list[Any]]:
     Where there are fewer samples than ranks, some come to several.
     """
     units = list(units)
-    while len(units) < ranks:
-        longest = max(range(len(units)), key=lambda unit: len(units[unit]))
-        keys = units[longest]
-        if len(keys) == 1:
-            break
-        units[longest : longest + 1] = [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
+    while len(units) < ranks and len(longest := max(units, key=len)) > 1:
+        at, half = units.index(longest), len(longest) // 2
+        units[at : at + 1] = [longest[:half], longest[half:]]
     if len(units) < ranks:
         return [units[rank % len(units)] for rank in range(ranks)]
     bounds = [rank * len(units) // ranks for rank in range(ranks + 1)]

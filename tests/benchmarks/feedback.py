@@ -59,13 +59,20 @@ def drawing(bench: Bench, count: int) -> WeightedSampler:
     next(plain_samples), next(samples)
     updates = cycle([(random.integers(0, count, UPDATED), random.random(UPDATED) + 0.01) for _ in range(64)])
 
+    drawn = 1
+
+    def draw(number: int) -> None:
+        nonlocal drawn
+        drawn += number
+        deque(islice(samples, number), 0)
+
     def update() -> None:
-        changed.update(*next(updates))
-        next(samples)
+        changed.update(*next(updates), at=drawn)
+        draw(1)
 
     def train() -> None:
         for _ in range(DRAWN // 1024):
-            deque(islice(samples, 1023), 0)
+            draw(1023)
             update()
 
     first = seconds(update)
@@ -76,7 +83,7 @@ def drawing(bench: Bench, count: int) -> WeightedSampler:
         "an update and the sample after it, the first after other work, ms": (update, 1e3),
         "an update and the sample after it, ms": (lambda: [update() for _ in range(20)], 1e3 / 20),
         "drawing before any update, us a sample": (lambda: [*islice(plain_samples, DRAWN)], a_sample),
-        "drawing, us a sample": (lambda: [*islice(samples, DRAWN)], a_sample),
+        "drawing, us a sample": (lambda: draw(DRAWN), a_sample),
         "with an update every 1,024 samples, us a sample": (train, 1e6 / (DRAWN // 1024 * 1024)),
     }
     found: dict[str, list[float]] = {name: [] for name in sides}
@@ -99,8 +106,7 @@ def states(bench: Bench, sampler: WeightedSampler, count: int) -> None:
     few.update(np.arange(UPDATED), np.full(UPDATED, 2.0))
     few.state_dict()
     sampler.update(np.arange(count), np.random.default_rng(1).random(count))
-    samples = iter(sampler)
-    next(samples)
+    sampler.set_epoch(1)
     for name, each in ((f"a state of {UPDATED:,} changed weights", few), ("a state of all weights", sampler)):
         times = [seconds(lambda each=each: json.dumps(each.state_dict())) for _ in range(3)]  # type: ignore[misc]
         bench.note(name, ms=statistics.median(times) * 1e3, MB=len(json.dumps(each.state_dict())) / 1e6)

@@ -17,7 +17,7 @@ from asyncloader.samplers import LengthBatchSampler
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=400),
     max_batch=st.none() | st.integers(1, 9),
-    buckets=st.none() | st.integers(1, 5) | st.just([10, 30, 60]),
+    buckets=st.none() | st.just([10, 30, 60]) | st.lists(st.integers(60, 120), min_size=1, max_size=3),
 )
 def test_batches_are_within_the_budget(lengths: list[int], max_batch: int | None, buckets: Any) -> None:
     """Padded to their longest sample, or to the bucket that all of them are in; in no more than `max_batch`."""
@@ -45,18 +45,6 @@ def test_samples_of_a_batch_are_of_like_length_and_batches_in_any_order() -> Non
     assert abs(share - counted) < 0.01
     longest = np.array([lengths[batch].max() for batch in batches])
     assert abs(np.corrcoef(longest[:-1], longest[1:])[0, 1]) < 0.1
-
-
-def test_buckets_that_are_chosen_pad_little() -> None:
-    """Sixteen shapes pad less than powers of two do, and reach to the longest sample."""
-    lengths = np.random.default_rng(0).lognormal(5.7, 1.0, 50_000).astype(np.int64).clip(1, 8192)
-    chosen = LengthBatchSampler(lengths, max_tokens=32_768, buckets=16)
-    powers = LengthBatchSampler(lengths, max_tokens=32_768, buckets=[2**bits for bits in range(14)])
-    assert len(chosen.buckets) == 16
-    assert chosen.buckets[-1] == lengths.max()
-    assert chosen.padding_share < 0.15 < powers.padding_share
-    same = LengthBatchSampler([7] * 10, max_tokens=20, buckets=4)
-    assert same.buckets == [7]
 
 
 def test_without_shuffling_windows_are_as_the_samples_lie() -> None:
@@ -88,7 +76,6 @@ def test_samples_above_the_budget_may_be_alone() -> None:
         ({"max_tokens": 9, "buckets": [4, 10]}, r"between 1 and max_tokens \(9\)"),
         ({"max_tokens": 9, "buckets": []}, "buckets should be lengths"),
         ({"max_tokens": 9, "buckets": [2.5]}, "a bucket should be an integer"),
-        ({"max_tokens": 9, "buckets": 0}, "buckets should be an integer of at least 1"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

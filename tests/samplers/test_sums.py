@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError
-from asyncloader.samplers.sums import CumulativeSums, SumTree
+from asyncloader.samplers.sums import SumTree
 
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-150, 1e150), st.integers(1, 9).map(float))
 
@@ -49,7 +48,7 @@ def test_a_tree_finds_what_one_finds_that_is_made_anew(
         tree.set(np.array([index for index, _ in update], np.int64), np.array([weight for _, weight in update]))
         for index, weight in update:
             weights[index] = weight
-    assert tree.weights.tolist() == weights
+    assert tree._sums[len(weights) :].tolist() == weights
     if not any(weights):
         with pytest.raises(ConfigurationError, match="set all weights to 0"):
             tree.find(np.array([0.5]))
@@ -61,14 +60,13 @@ def test_a_tree_finds_what_one_finds_that_is_made_anew(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 1000])
-@pytest.mark.parametrize("kind", [CumulativeSums, SumTree])
-def test_shares_are_those_of_the_weights(kind: Any, count: int) -> None:
+def test_shares_are_those_of_the_weights(count: int) -> None:
     """Equal steps from 0 to 1 find each sample as often as its weight says, to within one step at each end."""
     weights = np.random.default_rng(count).integers(0, 20, count).astype(float)
     weights[-1] = 3
     steps = int(weights.sum())
     shares = (np.arange(steps) + 0.5) / steps
-    counts = np.bincount(kind(weights).find(shares), minlength=count)
+    counts = np.bincount(SumTree(weights).find(shares), minlength=count)
     assert counts.tolist() == weights.tolist()
 
 
@@ -76,23 +74,6 @@ def test_rounding_leads_to_no_sample_without_a_weight() -> None:
     """Sums are rounded up, and what is left of a share may come to more than what is left of the weights."""
     weights = [0.0, 0.7000006675720214, 2.0**-53, 2.0**-53, 3.000002861022949, 0.0, 0.0, 0.0]
     assert SumTree(np.array(weights)).find(np.array([math.nextafter(1, 0)])).tolist() == [4]
-
-
-def test_a_change_that_was_interrupted_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ctrl-C between a weight and the sums above it leaves nothing wrong."""
-    tree, other = SumTree(np.ones(1000)), SumTree(np.ones(1000))
-    indices, weights, shares = np.arange(0, 1000, 3), np.arange(334.0), np.random.default_rng(0).random(500)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    add_up = tree._add_up
-    monkeypatch.setattr(tree, "_add_up", lambda: interrupt() if len(tree._changed) else add_up())
-    with pytest.raises(KeyboardInterrupt):
-        tree.set(indices, weights)
-    monkeypatch.undo()
-    other.set(indices, weights)
-    assert tree.find(shares).tolist() == other.find(shares).tolist()
 
 
 def test_a_copy_is_a_copy() -> None:
