@@ -63,6 +63,7 @@ def test_from_the_beginning(num_workers: int) -> None:
         assert same(whole, untouched)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 3, None])
 def test_in_the_middle_and_resumed(batch_size: int | None, in_order: bool) -> None:

@@ -139,7 +139,7 @@ def test_draws_follow_from_the_seeds(
     resumed.close()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seeding", ["batch", "sample"])
 def test_draws_do_not_depend_on_how_workers_are_started(method: str, seeding: str) -> None:
     program = Program("Philox", (1, 2, 1), ("list", "partial", "transform", "list"), "subset", seeding, 4)
