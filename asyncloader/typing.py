@@ -3,7 +3,8 @@
 AsyncDataset, AsyncBatchDataset, AsyncIterableDataset,       what a dataset may be; none needs to be a base class
 AsyncResource, TwoFacedDataset
 BaseIterator                                                 of ``iter(loader)`` and ``aiter(loader)``
-Stages, Timing, Verdict, WorkerStats                         parts of :class:`asyncloader.LoaderStats`
+Faults, Stages, Timing, Verdict, Waiting, Workers,
+WorkerStats                                                  parts of :class:`asyncloader.LoaderStats`
 StoreUsage                                                   of :meth:`asyncloader.datasets.CachedDataset.usage`
 """
 
@@ -20,7 +21,8 @@ from asyncloader.protocols import (
 
 if TYPE_CHECKING:
     from asyncloader.datasets.sample_store import StoreUsage
-    from asyncloader.observe.figures import Stages, WorkerStats
+    from asyncloader.observe.faults import Faults
+    from asyncloader.observe.figures import Stages, Waiting, Workers, WorkerStats
     from asyncloader.observe.tally import Timing
     from asyncloader.observe.verdict import Verdict
     from asyncloader.run.base_iterator import BaseIterator
@@ -39,19 +41,25 @@ __all__ = [
     "AsyncIterableDataset",
     "AsyncResource",
     "BaseIterator",
+    "Faults",
     "Stages",
     "StoreUsage",
     "Timing",
     "TwoFacedDataset",
     "Verdict",
+    "Waiting",
     "WorkerStats",
+    "Workers",
 ]
 
 _MODULES = {
     "BaseIterator": "run.base_iterator",
+    "Faults": "observe.faults",
     "Stages": "observe.figures",
     "StoreUsage": "datasets.sample_store",
     "Timing": "observe.tally",
     "Verdict": "observe.verdict",
+    "Waiting": "observe.figures",
     "WorkerStats": "observe.figures",
+    "Workers": "observe.figures",
 }

@@ -40,12 +40,12 @@ class LoaderMetrics(Collector):
         for name, loader in self._loaders.items():
             stats = loader.stats()
             batches.add_metric([name], stats.batches)
-            seconds.add_metric([name], stats.waited.count, stats.waited.total_s)
+            seconds.add_metric([name], stats.waiting.consumer.count, stats.waiting.consumer.total_s)
             for stage, timing in stats.stages:
                 stages.add_metric([name, stage], timing.count, timing.total_s)
             waited.add_metric([name], stats.waited_share)
-            busy.add_metric([name], stats.busy_share)
-            bad.add_metric([name], stats.bad_count)
+            busy.add_metric([name], stats.workers.busy_share)
+            bad.add_metric([name], stats.faults.bad_count)
         yield from (batches, seconds, stages, waited, busy, bad)
 
 

@@ -333,8 +333,8 @@ MUTATIONS = (
     Mutation(
         "overlapping batches of a worker count as if each occupied the worker alone",
         "observe/verdict.py",
-        "work=min(stats.work.mean_s, (waited + train) * (stats.num_workers or math.inf)),",
-        "work=stats.work.mean_s,",
+        ", batch_s * (stats.num_workers or math.inf)),",
+        ", math.inf),",
         "observe",
     ),
     Mutation(

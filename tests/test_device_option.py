@@ -296,7 +296,7 @@ def test_a_worker_that_dies_costs_nothing(device: SimulatedDevice, tmp_path: Any
     """Its batch is made again, and what was sent stays."""
     loader = make(Dying(str(tmp_path / "died")), device, num_workers=2, multiprocessing_context="fork")
     assert collect(loader, device) == ALL
-    assert loader.stats().retries == 1
+    assert loader.stats().faults.retries == 1
 
 
 def test_epochs_of_persistent_workers(device: SimulatedDevice) -> None:

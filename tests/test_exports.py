@@ -108,12 +108,15 @@ def test_public_names_of_types() -> None:
         "AsyncIterableDataset",
         "AsyncResource",
         "BaseIterator",
+        "Faults",
         "Stages",
         "StoreUsage",
         "Timing",
         "TwoFacedDataset",
         "Verdict",
+        "Waiting",
         "WorkerStats",
+        "Workers",
     ]
     assert all(hasattr(asyncloader.typing, name) for name in asyncloader.typing.__all__)
     with pytest.raises(AttributeError, match=r"module 'asyncloader.typing' has no attribute 'Dataset'"):

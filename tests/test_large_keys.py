@@ -179,7 +179,7 @@ def test_a_worker_that_is_killed_costs_nothing(options: dict[str, Any], tmp_path
     """Its items are sent again, to another; its slabs are used again."""
     loader = loader_of(partial(stop_at, 17, tmp_path / "ended"), batch_size=2, **options)
     assert flat(loader) == WANTED
-    assert loader.stats().retries
+    assert loader.stats().faults.retries
 
 
 def wait_for(path: Path, thing: bytes) -> int:
@@ -278,8 +278,8 @@ def test_items_are_named_by_their_numbers(options: dict[str, Any], caplog: pytes
     loader = DataLoader(dataset, 1, on_error="skip", **options)
     assert len(list(loader)) == 5
     stats = loader.stats()
-    assert stats.bad_samples == (1, 3, 5, 7, 9)
-    assert sorted(map(list, stats.left_out)) == [[1], [3], [5], [7], [9]]
+    assert list(stats.faults.bad_samples) == [1, 3, 5, 7, 9]
+    assert sorted(map(list, stats.faults.left_out)) == [[1], [3], [5], [7], [9]]
     assert r"\x00\x00" not in text + caplog.text
 
 

@@ -118,7 +118,7 @@ def resize(loader: Any) -> None:
 
 def kill(loader: Any) -> None:
     os.kill(inside.pids(inside.newest_iterator(loader))[0], signal.SIGKILL)
-    wait_until(lambda: loader.stats().replacements == 1)
+    wait_until(lambda: loader.stats().faults.replacements == 1)
 
 
 def nothing(_: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_late_worker_is_of_the_epoch_of_its_run(
         nonlocal renewals
         if number == 4:
             loader.set_epoch(1)
-            renewals = loader.stats().renewals
+            renewals = loader.stats().workers.renewals
             disturb(loader)
         elif number in (14, 26) and disturb is nothing:  # the first may have been forked before
             wait_for_renewals(loader, renewals + number // 13)
@@ -233,7 +233,7 @@ def test_who_reads_a_stream_on_is_of_the_epoch_of_its_run(kind: Any, first: int 
 
 def wait_for_renewals(iterator: Any, count: int) -> None:
     """Wait until so many workers have been renewed."""
-    wait_until(lambda: iterator.stats().renewals >= count)
+    wait_until(lambda: iterator.stats().workers.renewals >= count)
 
 
 @pytest.mark.parametrize("kind", [Sampled, ShowsIt, InPlace])
@@ -362,7 +362,7 @@ def test_each_copy_hears_what_those_that_stay_hear(how: str) -> None:
             heard.add(int(batch[2]))
             makers.add(int(batch[3]))
             if how == "renew" and number == 20:
-                wait_until(lambda: loader.stats().renewals)
+                wait_until(lambda: loader.stats().workers.renewals)
         assert heard == {epoch + 1}
     loader.close()
     assert len(makers) > 1

@@ -82,7 +82,7 @@ def test_the_data_are_those_of_a_fixed_number(scheduling: Any, backend: Any) -> 
             assert loader.num_workers == change
             wait_for_workers(loader, change)
     assert seen == expected(Awaited() if backend == "thread" else None)
-    assert [change.num_workers for change in loader.stats().changes] == [3, 4, 3, 2, 1, 2, 3]
+    assert [change.num_workers for change in loader.stats().workers.changes] == [3, 4, 3, 2, 1, 2, 3]
     assert backend == "thread" or makers == {0, 1, 2, 3}
 
 
@@ -221,7 +221,7 @@ def test_a_worker_that_dies_while_it_leaves_is_not_replaced(tmp_path: Path, on_c
     stats = loader.stats()
     assert [batch for batch in wanted if batch not in seen] == ([] if on_crash == "retry" else [[10, 11]])
     assert seen == [batch for batch in wanted if batch in seen]
-    assert (stats.replacements, stats.retries) == (0, int(on_crash == "retry"))
+    assert (stats.faults.replacements, stats.faults.retries) == (0, int(on_crash == "retry"))
 
 
 def test_a_worker_that_leaves_stays_if_it_is_wanted_again(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_worker_that_leaves_stays_if_it_is_wanted_again(tmp_path: Path) -> Non
     pids = {*inside.pids(iterator)}
     loader.set_num_workers(1)
     loader.set_num_workers(2)
-    wait_until(lambda: len(loader.stats().changes) == 2)
+    wait_until(lambda: len(loader.stats().workers.changes) == 2)
     with gate.opened():
         seen += iterator
     assert [batch[0].tolist() for batch in seen] == [[i, i + 1] for i in range(0, LENGTH, 2)]
@@ -258,7 +258,7 @@ def test_a_worker_that_cannot_join_is_told_of_and_the_others_go_on(caplog: Any) 
         wait_until(lambda: "One more worker could not be had" in caplog.text)
     seen += map(bits, iterator)
     assert seen == expected()
-    assert loader.stats().changes == ()
+    assert loader.stats().workers.changes == ()
 
 
 def test_workers_that_come_and_go_are_in_the_timeline_and_the_figures(tmp_path: Path) -> None:
@@ -272,9 +272,9 @@ def test_workers_that_come_and_go_are_in_the_timeline_and_the_figures(tmp_path: 
     events = json.loads((tmp_path / "trace.json").read_text())
     assert [event["args"] for event in events if event["name"] == "workers"] == [{"workers": 2}]
     stats = loader.stats()
-    assert stats.as_dict()["changes"] == [stats.changes[0]._asdict()]
+    assert stats.as_dict()["workers"]["changes"] == [stats.workers.changes[0]._asdict()]
     assert "workers came and went: 2 after" in str(stats)
-    assert sum(worker.batches for worker in stats.workers) == LENGTH
+    assert sum(worker.batches for worker in stats.workers.each) == LENGTH
 
 
 class Counting(Dataset[Any]):

@@ -19,6 +19,7 @@ from asyncloader import ConfigurationError, DataLoader
 from asyncloader.backends.processes.pool import Pool
 from asyncloader.machine import private_bytes
 from asyncloader.observe import private
+from asyncloader.observe.faults import Faults
 from tests import inside
 from tests.patience import until, wait_until
 from tests.test_num_workers import LENGTH, Awaited, Counting, Drawing, Gate, Gated, Stream, bits, expected
@@ -33,7 +34,7 @@ def pids(batches: list[Any]) -> list[int]:
 
 def wait_for_renewals(loader: Any, count: int) -> None:
     """Wait until so many have been renewed in this run."""
-    wait_until(lambda: loader.stats().renewals >= count)
+    wait_until(lambda: loader.stats().workers.renewals >= count)
 
 
 def _not_here(number: int) -> None:
@@ -95,7 +96,7 @@ def test_the_data_are_those_of_workers_that_stay(scheduling: Any, in_order: bool
     assert {int(count) for batch in seen for count in batch[5]} == {2}
     stats = loader.stats()
     assert len(set(pids(seen))) >= 4
-    assert (stats.changes, stats.replacements, stats.retries, stats.errors) == ((), 0, 0, 0)
+    assert (stats.workers.changes, stats.faults) == ((), Faults())
 
 
 def test_workers_that_start_in_any_way_are_renewed(start_method: str) -> None:
@@ -151,8 +152,8 @@ def test_a_worker_that_grows_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None
     seen, memory = [], []
     for batch in loader:
         seen.append(batch)
-        renewals, stats = loader.stats().renewals, loader.stats()
-        memory.append(stats.workers[0].private_bytes)
+        renewals, stats = loader.stats().workers.renewals, loader.stats()
+        memory.append(stats.workers.each[0].private_bytes)
         if memory[-1] > bound and len(seen) < 20:  # what is left is not worth another worker in the end
             wait_for_renewals(loader, renewals + 1)
     assert [*map(bits, seen)] == expected()
@@ -160,8 +161,8 @@ def test_a_worker_that_grows_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None
     assert bound < max(memory) < 2 * bound
     stats = loader.stats()
     loader.close()
-    assert stats.as_dict()["workers"][0]["private_bytes"] == stats.workers[0].private_bytes
-    assert f"renewed {stats.renewals} times" in str(stats)
+    assert stats.as_dict()["workers"]["each"][0]["private_bytes"] == stats.workers.each[0].private_bytes
+    assert f"renewed {stats.workers.renewals} times" in str(stats)
 
 
 class FastLeak(Dataset[Any]):
@@ -186,7 +187,7 @@ def test_a_fast_leak_is_bounded(num_workers: int, start_method: str) -> None:
     indices, makers, memory = (torch.cat(column).tolist() for column in zip(*loader, strict=True))
     assert indices == list(range(160))
     assert max(memory) < 1.5 * bound
-    assert num_workers < len(set(makers)) <= num_workers + loader.stats().renewals
+    assert num_workers < len(set(makers)) <= num_workers + loader.stats().workers.renewals
 
 
 class NeverReady:
@@ -210,7 +211,7 @@ def test_a_worker_that_waits_for_another_goes_on_if_that_hangs(
     loader = DataLoader(FastLeak(), 2, num_workers=1, max_worker_memory=160 << 20, worker_init_fn=hangs)
     assert [index for batch in loader for index in batch[0].tolist()] == list(range(160))
     assert "could not be renewed, and goes on" in caplog.text
-    assert loader.stats().renewals == 0
+    assert loader.stats().workers.renewals == 0
 
 
 def test_persistent_workers_between_two_epochs() -> None:
@@ -326,7 +327,7 @@ def test_one_that_dies_before_it_is_renewed(tmp_path: Path, on_crash: Any, num_w
     assert not held(renewed.loader)
     seen = renewed.rest()
     assert seen == [batch for number, batch in enumerate(WANTED) if on_crash == "retry" or number != at]
-    assert renewed.loader.stats().replacements == 1
+    assert renewed.loader.stats().faults.replacements == 1
 
 
 def test_one_that_dies_and_its_error_is_raised(tmp_path: Path) -> None:
@@ -353,7 +354,7 @@ def test_the_next_process_dies_before_it_has_the_place(tmp_path: Path) -> None:
     os.kill(inside.spares(pool)[renewed.worker].pid, signal.SIGKILL)
     wait_until(lambda: not inside.spares(pool))
     assert renewed.rest() == WANTED
-    assert renewed.loader.stats().replacements == 0
+    assert renewed.loader.stats().faults.replacements == 0
 
 
 def test_where_no_process_can_be_had_the_worker_goes_on(caplog: Any, monkeypatch: Any) -> None:
@@ -370,7 +371,7 @@ def test_where_no_process_can_be_had_the_worker_goes_on(caplog: Any, monkeypatch
         seen = [bits(next(iterator)) for _ in range(12)]
         wait_until(lambda: "could not be renewed, and goes on: no room" in caplog.text)
         assert seen + [bits(batch) for batch in iterator] == expected()
-    assert (loader.stats().renewals, loader.stats().replacements) == (0, 0)
+    assert (loader.stats().workers.renewals, loader.stats().faults.replacements) == (0, 0)
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -487,7 +488,7 @@ def test_a_process_that_ends_at_its_start_is_tried_again(tmp_path: Path, caplog:
         seen += [bits(next(iterator)) for _ in range(6)]
         wait_until(lambda: "could not be renewed, and goes on" in caplog.text)
     failing.path.unlink()
-    while not loader.stats().renewals:
+    while not loader.stats().workers.renewals:
         seen.append(bits(next(iterator)))
         wait_until(lambda: workforce.renewing is None)
     seen += map(bits, iterator)
@@ -510,10 +511,14 @@ def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: A
         loader.close()
     events = json.loads((tmp_path / "trace.json").read_text())
     stats = loader.stats()
-    assert len([event for event in events if event["name"] == "worker 0 renewed"]) == stats.renewals > 0
-    assert caplog.text.count("worker 0 is renewed: it has made ") == stats.renewals
-    assert (stats.changes, stats.num_workers, stats.as_dict()["renewals"]) == ((), 1, stats.renewals)
-    assert sum(worker.batches for worker in stats.workers) == LENGTH // 2
+    assert len([event for event in events if event["name"] == "worker 0 renewed"]) == stats.workers.renewals > 0
+    assert caplog.text.count("worker 0 is renewed: it has made ") == stats.workers.renewals
+    assert (stats.workers.changes, stats.num_workers, stats.as_dict()["workers"]["renewals"]) == (
+        (),
+        1,
+        stats.workers.renewals,
+    )
+    assert sum(worker.batches for worker in stats.workers.each) == LENGTH // 2
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,6 @@ from asyncloader.cli.report import Report
 from asyncloader.cli.script import first_loader
 from asyncloader.cli.source import Source, TargetError, find
 from asyncloader.loader import DataLoader
-from asyncloader.messages.failure import RemoteTraceback
 from asyncloader.observe.tally import show_s
 from asyncloader.observe.trace import tracing
 
@@ -79,10 +79,9 @@ def _loaded(target: str, arguments: list[str] | None) -> Iterator[Source]:
         users = [each for each in frames if Path(each.filename).name != "contextlib.py"]
         if not users and isinstance(error, OSError):  # of the output
             raise
-        words = traceback.TracebackException(type(error), error, None)
-        words.stack = traceback.StackSummary.from_list(users)
-        in_worker = f"{error.__cause__.text}\n" if isinstance(error.__cause__, RemoteTraceback) else ""
-        typer.echo("".join([in_worker, *words.format(chain=False)]), err=True, nl=False)
+        words = traceback.TracebackException.from_exception(error)  # its cause is the traceback of a worker
+        words.stack, words.__context__ = traceback.StackSummary.from_list(users), None
+        typer.echo("".join(words.format()), err=True, nl=False)
         raise typer.Exit(1) from None
 
 
@@ -134,7 +133,7 @@ def trace(
         seen = run(source.make(DataLoader, trace=None), source.step, seconds=0, batches=batches)
     assert seen.stats is not None
     report.say("trace", f"timeline: {output} (for https://ui.perfetto.dev)", str(output))
-    report.say("verdict", str(seen.stats.verdict), seen.stats.verdict.as_dict())
+    report.say("verdict", str(seen.stats.verdict), asdict(seen.stats.verdict))
     report.end()
 
 

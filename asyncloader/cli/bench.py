@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch.utils.data
@@ -142,7 +143,7 @@ def _judge(report: Report, ours: Sequence[Run]) -> None:
     """Print what limits the loader as it is."""
     stats = ours[-1].stats
     assert stats is not None
-    report.say("verdict", f"asyncloader, within an epoch: {stats.verdict}", stats.verdict.as_dict())
+    report.say("verdict", f"asyncloader, within an epoch: {stats.verdict}", asdict(stats.verdict))
     starts = statistics.median(one.waited_s / one.seconds for one in ours) - stats.waited_share
     if starts > 0.05:
         words = f"{starts:.0%} of the time went by between epochs, while workers started"

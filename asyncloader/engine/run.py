@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from asyncloader.engine import exits
@@ -132,19 +133,19 @@ class Run:
             call: The consumer's.
             asked_at: Since when the consumer has waited; 0.0 if it has just come.
         """
-        meter = self.meter
         with self._lock:
             if (item := self.taking.take(call)) is None:
                 return None
+            came_at = perf_counter()
             if self._taker != threading.get_ident():
                 self._note_taker()
             if item.counts:
                 self._read(self._window_end())
             if item.outcome.kind == Kind.FAILURE:
-                meter.failed()
+                self.faults.errors += 1
             elif item.times is not None:
                 used = self._planned - self.taken - self.scheduler.void_count
-                meter.took(asked_at, item.times, used, len(self.handoff.ready))
+                self.meter.took(asked_at, came_at, item.times, used, len(self.handoff.ready))
             if self._plan_error is not None:
                 self.handoff.wake()  # what the sampler raised may be due now, and we may not come again
         return item

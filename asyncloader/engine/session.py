@@ -341,8 +341,6 @@ class Session:
         times: Any = None
         if outcome.kind == Kind.BATCH:
             times = run.meter.made(worker, record, ticket.sent_at, arrived_at, max(outcome.nbytes, 0), ticket.batch)
-            if self._finisher is None:
-                times = run.meter.came(ticket.batch, [times])
         elif outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
             keys = None if run.is_stream else run.named(ticket).keys  # a stream has no indices
             outcome = outcome._replace(error=outcome.error.rebuild(keys))
@@ -371,11 +369,10 @@ class Session:
         """Take a batch that was pinned beside the loop; ``item`` is without its data."""
         if run is not self.run or self.state is not State.OPEN:
             return
-        times = run.meter.came(item.batch, [item.times])
-        run.meter.pinned(times, seconds)
+        run.meter.pinned(item.times, seconds)
         if outcome is None:
             outcome = item.outcome._replace(kind=Kind.FAILURE, error=error)
-        self.apply(run.scheduler.ready(item.batch, item._replace(outcome=outcome, times=times), outcome.nbytes))
+        self.apply(run.scheduler.ready(item.batch, item._replace(outcome=outcome), outcome.nbytes))
 
     @property
     def takes_outcomes(self) -> bool:

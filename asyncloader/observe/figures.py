@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from asyncloader.observe.faults import Faults
 from asyncloader.observe.tally import Timing
 from asyncloader.observe.traffic import Received
 
@@ -18,26 +19,20 @@ class WorkerStats:
         worker_id: From 0.
         batches: Batches that it made.
         busy_s: Seconds that it worked.
+        first_s: The part of them that its first batch took, in which it may have opened files.
         idle_s: Seconds that it waited for something to do, its first ticket left aside.
         private_bytes: Memory that it has to itself, looked at about once a second; 0 if that is not known. Memory
             shared with this process or with other workers does not count: batches, the dataset of a forked worker.
-        grown_bytes: How much more that is than it was at the first look in this run, or since the worker was renewed.
         node: The machine that it is on, by name; "" for this one.
     """
 
     worker_id: int
     batches: int = 0
     busy_s: float = 0.0
+    first_s: float = 0.0
     idle_s: float = 0.0
     private_bytes: int = 0
-    grown_bytes: int = 0
     node: str = ""
-
-    @property
-    def busy_share(self) -> float:
-        """Share of its time that it worked; where it fetches several batches at once, at most 1."""
-        total = self.busy_s + self.idle_s
-        return min(1.0, self.busy_s / total) if total else 0.0
 
 
 class Change(NamedTuple):
@@ -79,6 +74,69 @@ class Load(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Workers:
+    """What the workers of a run did.
+
+    Attributes:
+        each: The work of each worker, those that have left included.
+        cpu_s: CPU seconds of all of them.
+        stalled_s: Seconds that they were ready to run while others had the cores.
+        remote_cpu_s: The part of these two that is of workers on other machines.
+        changes: When workers came or went, and how many there were then.
+        renewals: Workers whose place another process has taken, by ``max_tasks_per_child`` or ``max_worker_memory``.
+    """
+
+    each: tuple[WorkerStats, ...] = ()
+    cpu_s: float = 0.0
+    stalled_s: float = 0.0
+    remote_cpu_s: float = 0.0
+    changes: tuple[Change, ...] = ()
+    renewals: int = 0
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the workers' time in which they worked; where they fetch several batches at once, at most 1."""
+        return busy_share(self.each)
+
+    @property
+    def opening_s(self) -> float:
+        """How much longer their first batches took than others, in seconds: their datasets may have opened files."""
+        first_s, count = sum(worker.first_s for worker in self.each), sum(worker.batches > 0 for worker in self.each)
+        later = sum(worker.batches for worker in self.each) - count
+        later_s = sum(worker.busy_s for worker in self.each) - first_s
+        return max(0.0, first_s - count * later_s / later) if later else 0.0
+
+
+def busy_share(workers: Collection[WorkerStats]) -> float:
+    """Return the share of their time in which these workers worked."""
+    busy_s, idle_s = (sum(getattr(each, name) for each in workers) for name in ("busy_s", "idle_s"))
+    return min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What waited for what.
+
+    Attributes:
+        consumer: How long the consumer waited for each batch after the first.
+        sampler: The part of that in which keys were waited for: the sampler was read in the meantime, or the place that
+            samples come from, a stream or a feed, had none yet.
+        batch: How long each batch waited for the consumer, once it was its turn.
+        window: Batches that are being made or waiting at a time: ``prefetch_factor * num_workers``.
+        ahead: Batches that were being made or waiting when the consumer came, on average; more than `window` where
+            workers ran ahead.
+        ready: Batches that lay ready when the consumer came, on average.
+    """
+
+    consumer: Timing
+    sampler: Timing
+    batch: Timing
+    window: int
+    ahead: float
+    ready: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """How long each stage of a batch took.
 
@@ -87,6 +145,7 @@ class Stages:
         fetch: In the dataset's ``__getitem__`` or iterator.
         collate: In ``collate_fn``.
         encode: Making it ready to be sent: nothing for tensors and arrays in shared memory, pickling for the rest.
+        work: The three stages before, together.
         transfer: From the worker to this process, reading included.
         decode: The part of `transfer` that this process spent on reading.
         pin: Copying into page-locked memory, on a side thread.
@@ -97,6 +156,7 @@ class Stages:
     fetch: Timing
     collate: Timing
     encode: Timing
+    work: Timing
     transfer: Timing
     decode: Timing
     pin: Timing
@@ -119,36 +179,14 @@ class Figures:
     elapsed_s: float
     first_batch_s: float
     training_s: float
-    waited: Timing
-    ready: Timing
-    stages: Stages
-    work: Timing
-    workers: tuple[WorkerStats, ...]
-    worker_cpu_s: float
-    worker_stalled_s: float
-    remote_cpu_s: float
-    received: Received
     main_cpu_s: float
-    window: int
-    window_used: float
-    window_ready: float
-    errors: int
-    retries: int
-    replacements: int
-    timeouts: int
-    bad_count: int
-    bad_samples: tuple[Any, ...]
-    left_out: tuple[Any, ...]
-    changes: tuple[Change, ...]
-    renewals: int
+    waiting: Waiting
+    stages: Stages
+    workers: Workers
+    faults: Faults
+    received: Received
     options: dict[str, Any]
     ranks_s: float = 0.0
-
-    @property
-    def busy_share(self) -> float:
-        """Share of the workers' time in which they worked."""
-        busy_s, idle_s = (sum(getattr(worker, name) for worker in self.workers) for name in ("busy_s", "idle_s"))
-        return min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
 
     @property
     def receiving_share(self) -> float:
@@ -159,5 +197,6 @@ class Figures:
     @property
     def waited_share(self) -> float:
         """Share of the time since the first batch in which the consumer waited; at most 1 with several consumers."""
-        total = self.waited.total_s + self.training_s + self.ranks_s
-        return self.waited.total_s / total if total else 0.0
+        waited_s = self.waiting.consumer.total_s
+        total_s = waited_s + self.training_s + self.ranks_s
+        return waited_s / total_s if total_s else 0.0

@@ -1,6 +1,6 @@
 """Count what one run over the data does, as it goes by.
 
-    loop thread ── came, pinned, failed ──┐
+    loop thread ── made, pinned ──────────┐
     consumers (under their lock) ── took ─┴──> Meter ── stats() in any thread ──> LoaderStats
 
 Each side has numbers of its own, so nothing is locked. A batch costs 2 to 4 us here: one that a worker made, and one
@@ -12,12 +12,13 @@ compared with what is noted here.
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from copy import copy
+from dataclasses import fields
 from operator import attrgetter
 from time import perf_counter, process_time
-from typing import Any, Final, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,46 +26,60 @@ from numpy.typing import NDArray
 from asyncloader.machine import usable_cores
 from asyncloader.observe import trace as timeline
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.figures import Change, Load, Stages, WorkerStats
+from asyncloader.observe.figures import Change, Load, Stages, Waiting, Workers, WorkerStats
 from asyncloader.observe.record import Record
 from asyncloader.observe.stats import LoaderStats
-from asyncloader.observe.tally import Tally, Timing
+from asyncloader.observe.tally import Tally
 from asyncloader.observe.trace import Trace
 from asyncloader.observe.traffic import Traffic
 
 log = logging.getLogger("asyncloader")
 
-_new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
+Columns: TypeAlias = NDArray[np.float64] | list[NDArray[np.float64]]
 
-_MADE: Final = ("queue", "fetch", "collate", "encode", "transfer", "decode", "work")
-_TAKEN: Final = ("used", "lay_ready", "waited", "ready", "order", "training")
-_HERE: Final = ("samples", "stalled", "lay_ready", "fetch", "collate", "work", "waited", "ready", "training")
-"""The columns where this process makes the batches, in place of the others. Of both, those from "waited" on are counted
-after the first batch."""
+# Rows are noted as clocks have told them. What follows from that is worked out of many rows at a time.
 
 
-def _columns_here(rows: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """Return the columns of `_HERE`, of rows as `Meter.took_here` adds them."""
+def _made_columns(rows: Columns) -> list[NDArray[np.float64]]:
+    samples, nbytes, cpu, stalled, sent_at, began, fetch, collate, encode, arrived_at, now = rows
+    work = fetch + collate + encode
+    transfer = np.maximum(0.0, now - began - work)
+    return [samples, nbytes, cpu, stalled, began - sent_at, fetch, collate, encode, work, transfer, now - arrived_at]
+
+
+def _taken_columns(rows: Columns) -> list[NDArray[np.float64]]:
+    """A consumer that has to wait waits for the keys until the ticket is sent; after it has come, it reads further."""
+    ahead, lay_ready, asked_at, sent_at, ready_at, made_at, came_at, now, idle_from = rows
+    sampler = np.clip(sent_at - asked_at, 0.0, came_at - asked_at) + now - came_at
+    training = asked_at - idle_from
+    return [ahead, lay_ready, ready_at - made_at, now - asked_at, sampler, came_at - ready_at, training]
+
+
+def _here_columns(rows: Columns) -> list[NDArray[np.float64]]:
     samples, stalled, lay_ready, began, collate, made_at, asked_at, now, idle_from = rows
-    work, waited, ready, training = made_at - began, now - asked_at, now - made_at, asked_at - idle_from
-    return [samples, stalled, lay_ready, work - collate, collate, work, waited, ready, training]
-
-
-class Counted(NamedTuple):
-    """The figures of a ticket whose batch has been made; ``times`` are the seconds of each of `_MADE`."""
-
-    samples: int
-    nbytes: int
-    times: list[float]
+    work, sampler, training = made_at - began, np.maximum(0.0, began - asked_at), asked_at - idle_from
+    return [
+        samples,
+        stalled,
+        lay_ready,
+        work - collate,
+        collate,
+        work,
+        now - asked_at,
+        sampler,
+        now - made_at,
+        training,
+    ]
 
 
 class BatchTimes:
-    """The way of one batch through this process: its number, when it was there, when it was its turn."""
+    """The way of one batch through this process: its number, when its ticket was sent, when it was there, its turn."""
 
-    __slots__ = ("batch", "made_at", "ready_at")
+    __slots__ = ("batch", "made_at", "ready_at", "sent_at")
 
-    def __init__(self, batch: int, made_at: float) -> None:
+    def __init__(self, batch: int, sent_at: float, made_at: float) -> None:
         self.batch = batch
+        self.sent_at = sent_at
         self.made_at = made_at
         self.ready_at = made_at
 
@@ -112,21 +127,26 @@ class Meter:
         self._note(timeline.epoch, self._began, epoch)
         self._is_logged = False
         # Written by the loop thread.
-        self._made = Tally(len(_MADE))
-        self._here = Tally(len(_HERE), late=3, columns=_columns_here)  # in place of the others; written by consumers
-        self._pinned = Tally(1)
+        self._made = Tally(
+            *("samples", "bytes", "cpu", "stalled"),
+            *("queue", "fetch", "collate", "encode", "work", "transfer", "decode"),
+            columns=_made_columns,
+        )
+        self._pinned = Tally("pin")
         self._own = {worker: WorkerStats(worker) for worker in range(num_workers)}
-        self._first_bytes: dict[int, int] = {}  # by worker, the memory that it had to itself at the first look
         self._left: list[WorkerStats] = []  # whose ids are others' by now
         self._changes: list[Change] = []
         self._renewals = 0
-        self._cpu_s = self._remote_cpu_s = 0.0
-        self._stalled_s = 0.0
-        self._samples = 0
-        self._bytes = 0
-        self._errors = 0
-        # Written by consumers, one at a time.
-        self._taken = Tally(len(_TAKEN), late=4)
+        self._remote_cpu_s = 0.0
+        # Written by consumers, one at a time. What waits, and training, is counted after the first batch.
+        waits = ("consumer", "sampler", "batch", "training")
+        self._taken = Tally("ahead", "lay_ready", "order", *waits, late=4, width=9, columns=_taken_columns)
+        self._here = Tally(  # in place of the others
+            *("samples", "stalled", "lay_ready", "fetch", "collate", "work", *waits),
+            late=4,
+            width=9,
+            columns=_here_columns,
+        )
         self._taken_count = 0
         self._first_at = 0.0
         self._last_at = self._began
@@ -140,8 +160,10 @@ class Meter:
 
     # ------------------------------------------------------------------------------------------- loop thread
 
-    def made(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int, number: int) -> Counted:
-        """Count what a worker did for a ticket, whose outcome has just been read; the batch is counted by `came`.
+    def made(
+        self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int, number: int
+    ) -> BatchTimes:
+        """Count what a worker did for a ticket, whose outcome has just been read.
 
         Args:
             worker: The id of the worker that made it.
@@ -153,45 +175,27 @@ class Meter:
         """
         now = perf_counter()
         fetch, collate, encode, began = record.fetch_s, record.collate_s, record.encode_s, record.began
+        cpu, stalled = record.cpu_s, record.stalled_s
         work = fetch + collate + encode
-        transfer = max(0.0, now - began - work)
         if (own := self._own.get(worker)) is None:
             own = self._own[worker] = WorkerStats(worker)
-        if own.batches:  # its first wait was for the start
+        if own.batches:
             own.idle_s += record.wait_s
+        else:  # it has waited for the start
+            own.first_s = work
         own.batches += 1
         own.busy_s += work
         if (private := record.private_bytes) != own.private_bytes:
             own.private_bytes = private
-            own.grown_bytes = max(0, private - self._first_bytes.setdefault(worker, private))
             self._note(timeline.memory, now, worker, private)
-        self._cpu_s += record.cpu_s
-        self._stalled_s += record.stalled_s
         if own.node:
-            self._remote_cpu_s += record.cpu_s + record.stalled_s
+            self._remote_cpu_s += cpu + stalled
         if self._trace is not None:
             stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
             self._note(timeline.batch, own.node, number, worker, sent_at, began, stages, arrived_at, now)
-        times = [max(0.0, began - sent_at), fetch, collate, encode, transfer, now - arrived_at, work]
-        return _new(Counted, (record.samples, nbytes, times))
-
-    def came(self, number: int, made: Sequence[Counted]) -> BatchTimes:
-        """Count a batch: the work of all its tickets, the first one's wait to be begun, the last one's way.
-
-        Args:
-            number: The number of the batch in the plan.
-            made: The figures of its tickets, in the order of their samples.
-        """
-        samples, nbytes, row = made[0]
-        if len(made) > 1:
-            counts, sizes, times = zip(*made, strict=True)
-            _, fetch, collate, encode, _, _, work = map(sum, zip(*times, strict=True))
-            samples, nbytes = sum(counts), sum(sizes)
-            row = [row[0], fetch, collate, encode, times[-1][4], times[-1][5], work]
-        self._made.add(row)
-        self._samples += samples
-        self._bytes += nbytes
-        return BatchTimes(number, perf_counter())
+        samples = record.samples
+        self._made.add([samples, nbytes, cpu, stalled, sent_at, began, fetch, collate, encode, arrived_at, now])
+        return BatchTimes(number, sent_at, now)
 
     def pinned(self, times: BatchTimes, seconds: float) -> None:
         """Count a copy into page-locked memory, which has just been made."""
@@ -212,9 +216,8 @@ class Meter:
     def renewed(self, worker: int) -> None:
         """Note that another process has taken the place of a worker."""
         self._renewals += 1
-        self._first_bytes.pop(worker, None)
         if (own := self._own.get(worker)) is not None:
-            own.private_bytes = own.grown_bytes = 0
+            own.private_bytes = 0
         self._note(timeline.renewed, perf_counter(), worker)
 
     def private_bytes(self) -> dict[int, int]:
@@ -227,43 +230,38 @@ class Meter:
         if own.node != node:
             if own.batches:
                 self._left.append(own)
-            self._first_bytes.pop(worker, None)
             self._own[worker] = WorkerStats(worker, node=node)
 
     def load(self, now: float, num_workers: int) -> Load:
         """Return what the run has come to, for who decides about the number of workers. 0.1 ms."""
-        made, taken = self._made.take().all, self._taken.take().all
-        waited_s, training_s = (float(taken.sums[_TAKEN.index(name)]) for name in ("waited", "training"))
-        worker_cpu_s = self._cpu_s + self._stalled_s
+        made, taken = self._made.timings(), self._taken.timings()
+        waited_s, training_s, work = taken["consumer"].total_s, taken["training"].total_s, made["work"]
+        cpu_s, stalled_s = made["cpu"].total_s, made["stalled"].total_s
         main_cpu_s = self._last_cpu_s - self._first_cpu_s
         if self._options.get("in_process"):
-            main_cpu_s = max(0.0, main_cpu_s - self._cpu_s)
-        work_s = float(made.sums[-1])
-        return Load(now, num_workers, taken.rows, waited_s, training_s, made.rows, work_s, worker_cpu_s, main_cpu_s)
+            main_cpu_s = max(0.0, main_cpu_s - cpu_s)
+        count, work_s = self._taken_count, work.total_s
+        return Load(now, num_workers, count, waited_s, training_s, work.count, work_s, cpu_s + stalled_s, main_cpu_s)
 
     def slowest_s(self) -> float:
         """Return the work of the slowest batch so far, in seconds. 0.1 ms."""
-        return float(self._made.take().all.longest[-1])
-
-    def failed(self) -> None:
-        """Count an exception that is handed over in place of a batch."""
-        self._errors += 1
+        return self._made.timings()["work"].longest_s
 
     # --------------------------------------------------------------------------------------------- consumers
 
-    def took(self, asked_at: float, times: BatchTimes, used: int, ready: int) -> None:
-        """Count a batch that a consumer takes.
+    def took(self, asked_at: float, came_at: float, times: BatchTimes, ahead: int, ready: int) -> None:
+        """Count a batch that a consumer takes, which may have read the sampler on for it.
 
         Args:
-            asked_at: Since when the consumer waited for it, 0.0 if it did not.
+            asked_at: Since when the consumer has waited for the batch; 0.0 if it lay ready.
+            came_at: Since when it need not wait.
             times: The batch's own.
-            used: Batches being made or waiting.
+            ahead: Batches being made or waiting.
             ready: Batches that lay ready.
         """
-        now = perf_counter()
-        asked_at = asked_at or now
-        ready_at, made_at = times.ready_at, times.made_at
-        self._taken.add([used, ready, now - asked_at, now - ready_at, ready_at - made_at, asked_at - self._idle_from])
+        now, asked_at = perf_counter(), asked_at or came_at
+        made_at, idle_from = times.made_at, self._idle_from
+        self._taken.add([ahead, ready, asked_at, times.sent_at, times.ready_at, made_at, came_at, now, idle_from])
         self._count_taken(times.batch, asked_at, now, ready)
 
     def took_here(self, asked_at: float, record: Record, made_at: float, ready: int) -> None:
@@ -325,46 +323,41 @@ class Meter:
 
     def stats(self) -> LoaderStats:
         """Return the figures so far."""
-        tallies = ((self._made, _MADE), (self._taken, _TAKEN), (self._pinned, ("pin",)))
-        here = ((self._here, _HERE),) if self._is_here else ()
-        timing: dict[str, Timing] = {}
-        for tally, names in (*tallies, *here):
-            snapshot = tally.take()
-            timing.update((name, Timing(snapshot, column)) for column, name in enumerate(names))
-        stages = Stages(**{name: each for name, each in timing.items() if name in Stages.__dataclass_fields__})
-        workers = sorted((*self._own.copy().values(), *self._left), key=attrgetter("worker_id"))
+        found = {**self._made.timings(), **self._pinned.timings(), **self._taken.timings()}
+        if self._is_here:
+            found |= self._here.timings()
+        total = {name: timing.total_s for name, timing in found.items()}
         count = self._taken_count
-
-        def total(name: str) -> float:
-            return timing[name].total_s if name in timing else 0.0
-
         return LoaderStats(
             epoch=self._epoch,
             num_workers=self._num_workers,
             cores=usable_cores(),
             batches=count - self.held_back,
-            samples=self._samples + round(total("samples")),
-            bytes=self._bytes,
+            samples=round(total["samples"]),
+            bytes=round(total["bytes"]),
             elapsed_s=self._last_at - self._began,
             first_batch_s=self._first_at - self._began if count else 0.0,
-            training_s=total("training"),
-            waited=timing["waited"],
-            ready=timing["ready"],
-            work=timing["work"],
-            stages=stages,
-            workers=tuple(map(copy.copy, workers)),
-            worker_cpu_s=self._cpu_s,
-            worker_stalled_s=self._stalled_s + total("stalled"),
-            remote_cpu_s=self._remote_cpu_s,
-            received=self._traffic.received.since(self._received_before),
+            training_s=total["training"],
             main_cpu_s=self._last_cpu_s - self._first_cpu_s,
-            window=self._window,
-            window_used=total("used") / max(1, count),
-            window_ready=total("lay_ready") / max(1, count),
-            errors=self._errors,
-            **self.faults.figures(),
-            changes=tuple(self._changes),
-            renewals=self._renewals,
+            waiting=Waiting(
+                consumer=found["consumer"],
+                sampler=found["sampler"],
+                batch=found["batch"],
+                window=self._window,
+                ahead=total["ahead"] / max(1, count),
+                ready=total["lay_ready"] / max(1, count),
+            ),
+            stages=Stages(**{field.name: found[field.name] for field in fields(Stages)}),
+            workers=Workers(
+                tuple(map(copy, sorted((*self._own.copy().values(), *self._left), key=attrgetter("worker_id")))),
+                total["cpu"],
+                total["stalled"],
+                self._remote_cpu_s,
+                tuple(self._changes),
+                self._renewals,
+            ),
+            faults=self.faults.copy(),
+            received=self._traffic.received.since(self._received_before),
             options=self._options,
             ranks_s=self._ranks_until,
         )

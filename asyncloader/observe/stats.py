@@ -9,10 +9,11 @@ A snapshot is taken in 20 us; its quantiles, texts and the verdict are worked ou
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections import deque
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from asyncloader.observe.figures import Figures, Stages
+from asyncloader.observe.figures import Figures, busy_share
 from asyncloader.observe.tally import Timing, show_bytes, show_s
 from asyncloader.observe.verdict import Verdict, judge
 
@@ -34,32 +35,16 @@ class LoaderStats(Figures):
         elapsed_s: From ``iter()`` to the last batch taken.
         first_batch_s: The part of `elapsed_s` until the first batch: starting workers, opening the dataset.
         training_s: Seconds between the first batch and the last in which nobody waited for one: training.
-        ranks_s: Seconds between these in which other ranks were waited for, with ``equal_steps``.
-        waited: How long the consumer waited for each batch after the first.
-        ready: How long each batch waited for the consumer, once it was its turn.
-        stages: How long each stage took.
-        work: Fetch, collate and encode of a batch together.
-        workers: The work of each worker, those that have left included.
-        worker_cpu_s: CPU seconds of the workers.
-        worker_stalled_s: Seconds that workers were ready to run while others had the cores.
-        remote_cpu_s: The part of these two that is of workers on other machines.
+        main_cpu_s: CPU seconds of this process since the first batch, those of workers that are threads included.
+        waiting: What waited for what: the consumer for batches and for keys, batches for the consumer.
+        stages: How long each stage of the batches took.
+        workers: What the workers did, each of them and together.
+        faults: What went wrong and was mended, or was raised in place of a batch.
         received: Bytes of batches from other machines that did not come in one piece, how long at least one was on its
             way, and CPU seconds of the receiving thread meanwhile.
-        main_cpu_s: CPU seconds of this process since the first batch, those of workers that are threads included.
-        window: Batches that are being made or waiting at a time: ``prefetch_factor * num_workers``.
-        window_used: Batches that were being made or waiting when the consumer came, on average; more than `window`
-            where workers ran ahead.
-        window_ready: Batches that lay ready when the consumer came, on average.
-        errors: Exceptions that were handed over in place of a batch.
-        retries: Batches that were run again.
-        replacements: Workers that were started in place of others.
-        timeouts: Batches whose worker was killed because they did not come in time.
-        bad_count: Samples that raised and were left out or replaced.
-        bad_samples: Keys of the last thousand of them.
-        left_out: Keys of the last thousand batches that were left out.
-        changes: When workers came or went, and how many there were then.
-        renewals: Workers whose place another process has taken, by ``max_tasks_per_child`` or ``max_worker_memory``.
         options: Options of the loader that the verdict builds on.
+        ranks_s: Seconds between the first batch and the last in which other ranks were waited for, with
+            ``equal_steps``.
     """
 
     @property
@@ -79,72 +64,57 @@ class LoaderStats(Figures):
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, strings, lists and dicts, for JSON."""
-        plain: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Timing):
-                value = value.as_dict()
-            elif isinstance(value, Stages):
-                value = {name: timing.as_dict() for name, timing in value}
-            elif field.name == "workers":
-                value = [{**asdict(worker), "busy_share": worker.busy_share} for worker in self.workers]
-            elif field.name == "received":
-                value = self.received._asdict()
-            elif field.name == "changes":
-                value = [change._asdict() for change in self.changes]
-            elif isinstance(value, tuple):
-                value = [repr(key) for key in value]
-            plain[field.name] = value
-        for name in ("busy_share", "waited_share", "batches_per_s", "samples_per_s"):
-            plain[name] = getattr(self, name)
-        return {**plain, "verdict": self.verdict.as_dict()}
+        derived = {name: getattr(self, name) for name in ("waited_share", "batches_per_s", "samples_per_s")}
+        derived["busy_share"] = self.workers.busy_share
+        return {**_plain(self), **derived, "verdict": _plain(self.verdict)}
 
     def __str__(self) -> str:
+        waiting, stages, workers = self.waiting, self.stages, self.workers
         lines = [
             f"epoch {self.epoch}: {self.batches} batches, {self.samples} samples, "
             f"{f'{self.bytes / 1e6:.1f} MB ' * bool(self.bytes)}in "
             f"{show_s(self.elapsed_s)} ({self.batches_per_s:.1f} batches/s)",
             f"{self.verdict}",
-            f"first batch after {show_s(self.first_batch_s)}; workers busy {self.busy_share:.0%}; "
-            f"{self.window_used:.1f} batches ahead (window {self.window}), {self.window_ready:.1f} of them ready",
-            f"{'':10}{'mean':>10}{'p50':>10}{'p99':>10}{'longest':>10}",
+            f"first batch after {show_s(self.first_batch_s)}; workers busy {workers.busy_share:.0%}; "
+            f"{waiting.ahead:.1f} batches ahead (window {waiting.window}), {waiting.ready:.1f} of them ready",
+            f"{'':20}{'mean':>10}{'p50':>10}{'p99':>10}{'longest':>10}",
         ]
-        rows = [("waited", self.waited), ("ready", self.ready), *self.stages]
+        rows = {
+            "waited for a batch": waiting.consumer,
+            "  for its keys": waiting.sampler,
+            "batches lay ready": waiting.batch,
+            **dict(stages),
+        }
         lines += [
-            f"{name:10}{show_s(t.mean_s):>10}{show_s(t.p50_s):>10}{show_s(t.p99_s):>10}{show_s(t.longest_s):>10}"
-            for name, t in rows
+            f"{name:20}{show_s(t.mean_s):>10}{show_s(t.p50_s):>10}{show_s(t.p99_s):>10}{show_s(t.longest_s):>10}"
+            for name, t in rows.items()
             if t.total_s
         ]
-        names = ("errors", "retries", "replacements", "timeouts", "bad_count")
-        if mended := [f"{name} {getattr(self, name)}" for name in names if getattr(self, name)]:
+        counts = {field.name: getattr(self.faults, field.name) for field in fields(self.faults)}
+        if mended := [f"{name} {count}" for name, count in counts.items() if isinstance(count, int) and count]:
             lines.append(", ".join(mended))
-        if self.changes:
-            told = ", ".join(f"{change.num_workers} after {show_s(change.at_s)}" for change in self.changes[-10:])
+        if workers.changes:
+            told = ", ".join(f"{change.num_workers} after {show_s(change.at_s)}" for change in workers.changes[-10:])
             lines.append(f"workers came and went: {told}")
-        if known := [worker for worker in self.workers if worker.private_bytes]:
+        if known := [worker for worker in workers.each if worker.private_bytes]:
             shown = [f"{worker.worker_id}: {show_bytes(worker.private_bytes)}" for worker in known[:_MOST_SHOWN]]
-            shown += ["..."] * (len(known) > _MOST_SHOWN)
-            renewed = f"; renewed {self.renewals} times" * bool(self.renewals)
-            lines.append(f"memory of each worker's own: {', '.join(shown)}{renewed}")
-        elif self.renewals:
-            lines.append(f"workers were renewed {self.renewals} times")
-        lines += self._of_nodes()
-        return "\n".join(lines)
+            lines.append(f"memory of each worker's own: {', '.join(shown)}{', ...' * (len(known) > _MOST_SHOWN)}")
+        if workers.renewals:
+            lines.append(f"workers were renewed {workers.renewals} times")
+        return "\n".join([*lines, *self._of_nodes()])
 
     def _of_nodes(self) -> list[str]:
         """Say what each other machine did."""
         lines = []
-        count = len({worker.worker_id for worker in self.workers if worker.node})
+        count = len({worker.worker_id for worker in self.workers.each if worker.node})
         if count < (wanted := self.options.get("wanted_on_nodes") or 0):
             lines.append(
                 f"{count} of {wanted} workers on other machines took part: there was no room for the others yet"
             )
-        for node in sorted({worker.node for worker in self.workers} - {""}):
-            there = [worker for worker in self.workers if worker.node == node]
-            busy_s, idle_s = (sum(getattr(worker, name) for worker in there) for name in ("busy_s", "idle_s"))
-            share = min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
+        for node in sorted({worker.node for worker in self.workers.each} - {""}):
+            there = [worker for worker in self.workers.each if worker.node == node]
             batches = sum(worker.batches for worker in there)
-            lines.append(f"node {node}: {batches} batches by {len(there)} workers, busy {share:.0%}")
+            lines.append(f"node {node}: {batches} batches by {len(there)} workers, busy {busy_share(there):.0%}")
         if (received := self.received).seconds:
             rate, thread = received.nbytes / received.seconds, min(1.0, received.cpu_s / received.seconds)
             lines.append(
@@ -152,3 +122,17 @@ class LoaderStats(Figures):
                 f"{self.receiving_share:.0%} of the time (the thread that receives was busy {thread:.0%} of that)"
             )
         return lines
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Timing):
+        return value.as_dict()
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, tuple | deque):
+        return list(map(_plain, value))
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

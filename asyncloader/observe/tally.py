@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 Columns: TypeAlias = Callable[[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]]
-"""Makes the columns of a tally of those of rows, as many."""
+"""Makes the columns of a tally of those of its rows."""
 
 _FOLD_AT = 256
 _PER_OCTAVE: Final = 8
@@ -40,12 +40,12 @@ class Folded(NamedTuple):
     longest: npt.NDArray[np.float64]
     buckets: npt.NDArray[np.int64]  # (columns, _BUCKETS)
 
-    def with_rows(self, rows: array[float], columns: Columns, late: int) -> Folded:
+    def with_rows(self, rows: array[float], width: int, columns: Columns, late: int) -> Folded:
         """Return the sum of these and those; the last ``late`` columns of the very first row do not count."""
         if not rows:
             return self
         count = len(self.sums)
-        values = np.maximum(columns(np.array(rows).reshape(-1, count).T), 0.0).T
+        values = np.maximum(columns(np.array(rows).reshape(-1, width).T), 0.0).T
         begins = count if self.rows else count - late
         values[0, begins:] = 0.0
         places = np.log2(np.maximum(values * 1e6, 0.5)) * _PER_OCTAVE + 1
@@ -69,15 +69,17 @@ class Tally:
     """The durations, or other numbers, of some columns, row by row. Numbers below zero count as zero.
 
     Args:
-        count: How many columns there are.
+        names: The names of the columns.
         late: How many of them, the last ones, count from the second row on.
-        columns: Makes them of the numbers of rows; those themselves by default.
+        width: How many numbers a row has; as many as there are columns if 0.
+        columns: Makes the columns of the numbers of rows; those themselves by default.
     """
 
-    def __init__(self, count: int, late: int = 0, columns: Columns = list) -> None:
-        self._how = columns, late
-        self._full = count * _FOLD_AT
-        self._state: tuple[Folded, array[float]] = (_empty(count), array("d"))
+    def __init__(self, *names: str, late: int = 0, width: int = 0, columns: Columns = list) -> None:
+        self._names = names
+        self._how = width or len(names), columns, late
+        self._full = self._how[0] * _FOLD_AT
+        self._state: tuple[Folded, array[float]] = (_empty(len(names)), array("d"))
         self._rows = self._state[1]
 
     def add(self, row: list[float]) -> None:
@@ -94,6 +96,11 @@ class Tally:
         taken = copy.copy(self)
         taken._state = folded, rows[:]
         return taken
+
+    def timings(self) -> dict[str, Timing]:
+        """Return what there is so far, by the names of the columns."""
+        taken = self.take()
+        return {name: Timing(taken, column) for column, name in enumerate(self._names)}
 
     @property
     def all(self) -> Folded:
@@ -159,14 +166,7 @@ class Timing:
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures as plain numbers."""
-        return {
-            "count": self.count,
-            "total_s": self.total_s,
-            "mean_s": self.mean_s,
-            "p50_s": self.p50_s,
-            "p99_s": self.p99_s,
-            "longest_s": self.longest_s,
-        }
+        return {name: getattr(self, name) for name in ("count", "total_s", "mean_s", "p50_s", "p99_s", "longest_s")}
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Timing) and self.as_dict() == other.as_dict()

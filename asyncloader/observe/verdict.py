@@ -7,11 +7,13 @@ work, so with k workers on c cores a batch comes every
 
 Where the workers are busy and the trainer waits, the middle term is the largest: more workers help until another term
 is; or, where workers mostly wait themselves, more samples at once in each. Where workers stand idle and the trainer
-waits all the same, batches are held up behind a slow one, or on their way. Where most of the time went by before the
-first batch nothing of this was measured well, and starting is all there is to be said of.
+waits all the same, batches are held up behind a slow one, or on their way. Where the trainer waits while the sampler is
+read, or until samples arrive, nothing behind that limits. Where most of the time went by before the first batch nothing
+of this was measured well, and starting is all there is to be said of.
 
 No advice goes beyond four times the workers, or 16 times the samples at once, that were measured: with more, something
-that was not seen yet will limit.
+that was not seen yet will limit. What more samples at once bring is not said: where a few samples are slow, it is far
+less than the mean of all promises. Nor is a number of workers for streams, which decide themselves who reads what.
 """
 
 from __future__ import annotations
@@ -21,10 +23,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from asyncloader.observe.figures import Figures
-from asyncloader.observe.tally import show_bytes, show_s
 
 Limit: TypeAlias = Literal[
-    "unknown", "starting", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead", "ranks"
+    "unknown",
+    "starting",
+    "training",
+    "sampler",
+    "source",
+    "fetch",
+    "collate",
+    "transfer",
+    "network",
+    "pin",
+    "order",
+    "overhead",
+    "ranks",
 ]
 
 _HARDLY = 0.05  # a trainer that waits a smaller share of its time than this does not wait
@@ -42,8 +55,6 @@ _LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
 _SMALL_BATCH_S = 300e-6
 _MAX_BUFFERED_BYTES = 64 << 20
 _ON_THREADS = " (samples on threads, if the dataset bears that)"
-_MUCH_GROWN = 1 << 30  # bytes of all workers together
-_LEAST_BOUND = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +62,15 @@ class Verdict:
     """The limit of a run, in words and in numbers.
 
     Attributes:
-        limit: "training" (nothing to gain here), "fetch", "collate", "transfer", "pin" (that stage of the batches),
-            "network" (the way from other machines), "order" (workers stood idle behind a slow batch), "overhead"
-            (batches too small), "ranks" (others are slower, with ``equal_steps``), "starting" (most of the time went by
-            before the first batch), or "unknown" (too few batches to tell).
+        limit: "training" (nothing to gain here), "sampler", "source" (a stream, or a feed: samples come no faster),
+            "fetch", "collate", "transfer", "pin" (that stage of the batches), "network" (the way from other machines),
+            "order" (workers stood idle behind a slow batch), "overhead" (batches too small), "ranks" (others are
+            slower, with ``equal_steps``), "starting" (most of the time went by before the first batch), or "unknown"
+            (too few batches to tell).
         text: The sentence.
         advice: Options of the loader to change, and to what.
-        gain: How many times as fast the whole would become by the advice, roughly; 1.0 if there is nothing to gain.
+        gain: How many times as fast the whole would become by the advice, roughly; 1.0 if there is nothing to gain,
+            or if that is not known before it is tried.
     """
 
     limit: Limit
@@ -67,10 +80,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return self.text
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
-        return {"limit": self.limit, "text": self.text, "advice": self.advice, "gain": self.gain}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,7 @@ class _Costs:
     workers: int
     on_nodes: bool  # there are workers on other machines, or may be
     batches: int
+    is_stream: bool
 
     @property
     def cpu_floor(self) -> float:
@@ -107,7 +117,7 @@ class _Costs:
     @property
     def most_workers(self) -> int:
         """Beyond so many workers advice would be a guess: by what was measured, cores, and batches of an epoch."""
-        if self.is_crowded:
+        if self.is_crowded or self.is_stream:
             return max(1, self.workers)
         measured = max(2, self.workers) * _TIMES_WORKERS
         if not self.on_nodes:
@@ -138,92 +148,96 @@ class _Costs:
 def judge(stats: Figures) -> Verdict:
     """Say what limited this run and what would help."""
     count = stats.batches - 1
-    if count < max(4, 2 * stats.num_workers) or not stats.work.count:
+    if count < max(4, 2 * stats.num_workers) or not stats.stages.work.count:
         return Verdict("unknown", f"{stats.batches} batches are too few to judge by")
-    waited, train = stats.waited.total_s / count, stats.training_s / count
-    if stats.ranks_s > max(stats.waited.total_s, stats.training_s * _HARDLY):
-        share = stats.ranks_s / (stats.ranks_s + stats.waited.total_s + stats.training_s)
+    waited_s = stats.waiting.consumer.total_s
+    if stats.ranks_s > max(waited_s, stats.training_s * _HARDLY):
+        share = stats.ranks_s / (stats.ranks_s + waited_s + stats.training_s)
         text = f"training waited {share:.0%} of its time for other ranks: see the verdict of the slowest"
         return Verdict("ranks", text)
-    costs = _Costs(
-        batch=waited + train,
-        train=train,
-        # Where a worker fetches several batches at once each of them takes longer than it occupies the worker.
-        work=min(stats.work.mean_s, (waited + train) * (stats.num_workers or math.inf)),
-        worker_cpu=(stats.worker_cpu_s + stats.worker_stalled_s) / stats.work.count,
-        remote_cpu=stats.remote_cpu_s / stats.work.count,
-        stalled=stats.worker_stalled_s / stats.work.count,
-        main_cpu=max(0.0, stats.main_cpu_s - stats.worker_cpu_s * bool(stats.options.get("in_process"))) / count,
-        cores=stats.cores,
-        workers=stats.num_workers,
-        on_nodes=bool(stats.options.get("on_nodes")),
-        batches=stats.batches,
-    )
-    start_s = max(0.0, stats.first_batch_s - stats.work.mean_s) if stats.num_workers else 0.0
+    costs = _costs(stats, count)
+    start_s = max(0.0, stats.first_batch_s - costs.work) if stats.num_workers else 0.0
     if start_s > _STARTS * stats.elapsed_s:
-        return _starting(stats, start_s)
+        return _starting(stats, costs, start_s)
     verdict = _judge(stats, costs)
     is_auto = bool(stats.options.get("auto"))
     if "num_workers" in verdict.advice and (is_auto or costs.on_nodes):  # it is that of this machine alone
         advice = {name: value for name, value in verdict.advice.items() if name != "num_workers"}
         text = verdict.text + ' (num_workers="auto" looks after that)' * (is_auto and not costs.on_nodes)
         verdict = replace(verdict, text=text, advice=advice)
-    late = stats.first_batch_s / stats.elapsed_s
     if start_s > _LATE * stats.elapsed_s and not stats.options.get("persistent_workers"):
-        text = (
-            f"{verdict.text}; {late:.0%} of the time passed before the first batch: persistent_workers=True spares "
-            "later epochs that"
-        )
-        verdict = replace(verdict, text=text)
-    return _with_memory(stats, verdict)
+        late = f"{stats.first_batch_s / stats.elapsed_s:.0%} of the time passed before the first batch"
+        verdict = replace(verdict, text=f"{verdict.text}; {late}: persistent_workers=True spares later epochs that")
+    return verdict
 
 
-def _starting(stats: Figures, start_s: float) -> Verdict:
-    """Starting workers takes longer than the epoch itself."""
-    text = f"{start_s / stats.elapsed_s:.0%} of the time passed before the first batch, while workers started"
+def _costs(stats: Figures, count: int) -> _Costs:
+    """Return the costs of each of so many batches after the first."""
+    work, workers = stats.stages.work, stats.workers
+    batch_s = (stats.waiting.consumer.total_s + stats.training_s) / count
+    in_process = bool(stats.options.get("in_process"))
+    return _Costs(
+        batch=batch_s,
+        train=stats.training_s / count,
+        # Where a worker fetches several batches at once each of them takes longer than it occupies the worker.
+        work=min(max(0.0, work.total_s - workers.opening_s) / work.count, batch_s * (stats.num_workers or math.inf)),
+        worker_cpu=(workers.cpu_s + workers.stalled_s) / work.count,
+        remote_cpu=workers.remote_cpu_s / work.count,
+        stalled=workers.stalled_s / work.count,
+        main_cpu=max(0.0, stats.main_cpu_s - workers.cpu_s * in_process) / count,
+        cores=stats.cores,
+        workers=stats.num_workers,
+        on_nodes=bool(stats.options.get("on_nodes")),
+        batches=stats.batches,
+        is_stream=bool(stats.options.get("is_iterable")),
+    )
+
+
+def _starting(stats: Figures, costs: _Costs, start_s: float) -> Verdict:
+    """Starting workers, and opening the dataset there, takes longer than the epoch itself."""
+    text = (
+        f"{start_s / stats.elapsed_s:.0%} of the time passed before the first batch, while workers started and opened "
+        "the dataset"
+    )
     if stats.options.get("persistent_workers"):
         return Verdict("starting", f"{text}; later epochs have them already")
     # Batches that were made while others started came at once: a later epoch takes as long as they all take to make.
-    later_s = max(stats.elapsed_s - start_s, stats.training_s, stats.work.total_s / stats.num_workers)
-    gain = stats.elapsed_s / later_s
-    text += f": persistent_workers=True spares later epochs that, which then take about {show_s(later_s)}"
-    alone_s = stats.training_s + stats.work.total_s
-    if alone_s < stats.elapsed_s / 2:
-        text += f"; for one epoch, num_workers=0 would take {show_s(alone_s)} in place of {show_s(stats.elapsed_s)}"
-    return Verdict("starting", text, {"persistent_workers": True}, gain)
-
-
-def _with_memory(stats: Figures, verdict: Verdict) -> Verdict:
-    """Add a word about workers that grow, where they could be renewed."""
-    grown = sum(worker.grown_bytes for worker in stats.workers)
-    if grown <= _MUCH_GROWN or not stats.options.get("can_renew") or stats.options.get("renews"):
-        return verdict
-    fresh = max(worker.private_bytes - worker.grown_bytes for worker in stats.workers)
-    bound = max(_LEAST_BOUND, 2 * fresh) >> 20 << 20
-    more = f"; workers have grown by {show_bytes(grown)} meanwhile: max_worker_memory={bound} would renew them"
-    return replace(verdict, text=verdict.text + more, advice={**verdict.advice, "max_worker_memory": bound})
+    later_s = max(stats.elapsed_s - start_s, stats.training_s, costs.work * stats.batches / stats.num_workers)
+    text += ": persistent_workers=True spares later epochs that"
+    return Verdict("starting", text, {"persistent_workers": True}, stats.elapsed_s / later_s)
 
 
 def _judge(stats: Figures, costs: _Costs) -> Verdict:
     if stats.waited_share < _HARDLY:
         return _training(stats, costs)
     told = f"training waited {stats.waited_share:.0%} of its time"
+    sampler, waited = stats.waiting.sampler, stats.waiting.consumer
+    if sampler.mean_s > _SMALL_BATCH_S and sampler.total_s > 0.5 * waited.total_s:
+        return _sampler(stats, f"{told}, {sampler.total_s / waited.total_s:.0%} of that")
     if not stats.num_workers:
         return _inline(stats, costs, told)
-    told += f"; workers were busy {stats.busy_share:.0%} of theirs"
+    busy_share = stats.workers.busy_share
+    told += f"; workers were busy {busy_share:.0%} of theirs"
     if stats.stages.pin.mean_s > _FULL * costs.batch:
         return _pin(stats, costs, told)
-    if stats.receiving_share > _FULL and stats.busy_share <= _BUSY:
+    if stats.receiving_share > _FULL and busy_share <= _BUSY:
         return _network(stats, costs, told)
     packing = stats.stages.encode.mean_s + stats.stages.decode.mean_s
     if packing > max(_SMALL_BATCH_S, stats.stages.fetch.mean_s + stats.stages.collate.mean_s):
         return _transfer(stats, costs, told)
-    if stats.busy_share > _BUSY:
+    if busy_share > _BUSY:
         return _workers(stats, costs, told)
     if costs.work < _SMALL_BATCH_S and costs.batch < _SMALL_BATCH_S:
         text = f"{told}; passing on such small batches takes longer than making them: a larger batch_size would help"
         return Verdict("overhead", text)
     return _order(stats, costs, told)
+
+
+def _sampler(stats: Figures, told: str) -> Verdict:
+    """The keys of batches are what is waited for; workers have nothing to do meanwhile."""
+    if stats.options.get("keys_arrive"):
+        return Verdict("source", f"{told} until samples arrived: the place that they come from is what limits")
+    return Verdict("sampler", f"{told} while this thread read the sampler: a cheaper sampler would help")
 
 
 def _training(stats: Figures, costs: _Costs) -> Verdict:
@@ -240,30 +254,37 @@ def _training(stats: Figures, costs: _Costs) -> Verdict:
 def _inline(stats: Figures, costs: _Costs, told: str) -> Verdict:
     enough = costs.enough_workers()
     gain = costs.gain_of(enough)
-    share = stats.stages.fetch.mean_s / costs.work
-    stage: Limit = "fetch" if share >= 0.5 else "collate"
-    told += f", and makes its batches itself ({stage} is {max(share, 1 - share):.0%} of that)"
-    if enough > 1 and stage == "fetch" and _can_overlap(stats, costs):
-        concurrency, gain = _at_once(stats, costs, max(costs.train, costs.cpu_floor))
-        text = f"{told}, mostly waiting; num_workers=1 with concurrency={concurrency}{_ON_THREADS} could make it "
-        return Verdict(stage, text + _times(gain), {"num_workers": 1, "concurrency": concurrency}, gain)
+    stage, share = _stage(stats)
+    told += f", and makes its batches itself ({stage} is {share:.0%} of that)"
+    if enough > 1 and _can_overlap(stats, costs):
+        concurrency, _ = _at_once(stats, costs, max(costs.train, costs.cpu_floor))
+        text = f"{told}, mostly waiting; num_workers=1 with concurrency={concurrency}{_ON_THREADS} would help"
+        return Verdict(stage, text, {"num_workers": 1, "concurrency": concurrency})
     if costs.work < _SMALL_BATCH_S:
         return Verdict(stage, f"{told}; workers would not help: to hand over such small batches takes as long")
     if gain < 1.1:
-        return Verdict(stage, f"{told}; workers would not help: {_cores_full(costs)}")
+        why = "" if costs.is_stream else f": {_cores_full(costs)}"
+        return Verdict(stage, f"{told}; workers would not help{why}")
     return Verdict(stage, f"{told}; num_workers={enough} would make it {_times(gain)}", {"num_workers": enough}, gain)
+
+
+def _stage(stats: Figures) -> tuple[Limit, float]:
+    """Return which stage of the work takes longest, and its share of the work."""
+    fetch_s, collate_s = stats.stages.fetch.total_s, stats.stages.collate.total_s
+    share = max(fetch_s, collate_s) / max(stats.stages.work.total_s, 1e-9)
+    if collate_s > fetch_s:
+        return "collate", share
+    return ("source" if stats.options.get("is_iterable") else "fetch"), share
 
 
 def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
     """The workers limit: more of them, or less work."""
-    stages = stats.stages
-    stage: Limit = "fetch" if stages.fetch.mean_s >= stages.collate.mean_s else "collate"
-    mean_s = stages.fetch.mean_s if stage == "fetch" else stages.collate.mean_s
-    told += f", {stage} is {mean_s / stats.work.mean_s:.0%} of that"
+    stage, share = _stage(stats)
+    told += f", {stage} is {share:.0%} of that"
     enough = costs.enough_workers()
     gain = costs.gain_of(enough)
     if enough > costs.workers and gain >= 1.1:
-        if stage == "fetch" and _can_overlap(stats, costs):
+        if _can_overlap(stats, costs):
             return _concurrency(stats, costs, told)
         text = f"{told}: more workers would help, {_worker_words(enough, costs)} make it {_times(gain)}"
         return Verdict(stage, text, {"num_workers": enough}, gain)
@@ -280,13 +301,13 @@ def _concurrency(stats: Figures, costs: _Costs, told: str) -> Verdict:
     if gain < 1.1:
         return Verdict("fetch", f"{told}: more workers would help, a higher concurrency hardly")
     threads = _ON_THREADS * (stats.options.get("concurrency", 1) == 1)
-    text = f"{told}: they mostly wait, concurrency={concurrency}{threads} could make it {_times(gain)}"
-    return Verdict("fetch", text, {"concurrency": concurrency}, gain)
+    text = f"{told}: they mostly wait, concurrency={concurrency}{threads} would help"
+    return Verdict("fetch", text, {"concurrency": concurrency})
 
 
 def _can_overlap(stats: Figures, costs: _Costs) -> bool:
     """Whether more samples at once would help: they are asked for one by one, and mostly waited for."""
-    return not (costs.computes or stats.options.get("is_iterable"))
+    return _stage(stats)[0] == "fetch" and not costs.computes
 
 
 def _at_once(stats: Figures, costs: _Costs, other_s: float) -> tuple[int, float]:
@@ -339,14 +360,11 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
     gain = costs.batch / costs.at_best(costs.workers)
     if gain < 1.1:  # a hiccup or two, no more
         return _training(stats, costs) if costs.train > _TRAINS * costs.batch else _workers(stats, costs, told)
-    slow = stats.work.longest_s / costs.work
+    slow = stats.stages.work.longest_s / costs.work
     told += f": they stood idle behind slow batches (the slowest took {slow:.0f} times the mean)"
-    if options.get("is_iterable"):
-        text = (
-            f"{told}; shards of equal cost, or more of them in advance (prefetch_factor), could make it {_times(gain)}"
-        )
-        return Verdict("order", text, {"prefetch_factor": 4 * stats.window // costs.workers}, gain)
-    batch_bytes = stats.bytes / stats.work.count + 4096
+    if costs.is_stream:
+        return Verdict("order", f"{told}; shards of equal cost would help", {}, gain)
+    batch_bytes = stats.bytes / stats.stages.work.count + 4096
     ahead = int(2 * batch_bytes * slow * costs.workers)
     advice: dict[str, Any] = {}
     if ahead > options.get("max_buffered_bytes", 0):

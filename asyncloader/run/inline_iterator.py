@@ -28,7 +28,6 @@ from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.snapshot import Frozen
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
 from asyncloader.run.base_iterator import BaseIterator, check_owner
 from asyncloader.run.inline_run import InlineHost, InlineRun
@@ -94,8 +93,9 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         """Begin a run."""
         start, options = self._begin(partial(self._construct, loader), state), self._options
         progress, faults = start.checkpointer.progress, Faults()
-        trace, number = self._runs.open_trace(options)
-        self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, faults, trace, loader=number)
+        arrives = bool(getattr(start.plan, "arrives", False))
+        self._meter = self._runs.make_meter(options, start.checkpointer.epoch, 0, 0, faults, keys_arrive=arrives)
+        self._runs.meter = self._meter
         taking = Taking(progress, ErrorLimit(options, progress, faults))
         pin = None if self._pinner is None else self._pinner.pin
         self.is_closed = False
@@ -103,7 +103,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         aside = partial(alone, made.key, maker.seeder.own) if options.seeds_each_sample else None
         self._run = InlineRun(start.plan, taking, maker, pin, aside)
         self._run.stop_with(self)
-        if getattr(start.plan, "arrives", False):  # whoever brings keys may wait for those who take batches
+        if arrives:  # whoever brings keys may wait for those who take batches
             exits.note_user()
         self._dataset_fetcher = None  # torch's
         self._pid = os.getpid()
@@ -196,7 +196,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             self._meter.took_here(asked_at, outcome.record, item.times, len(run.ready))
             return item
         elif outcome.kind != Kind.EXHAUSTED:
-            self._meter.failed()
+            self._meter.faults.errors += 1
             return item
         elif isinstance(outcome.snapshot, Frozen):
             taking.progress.ends = {0: outcome.snapshot}

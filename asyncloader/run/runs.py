@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
@@ -228,7 +229,41 @@ class Runs:
             self._number = next(_numbers)
         return self._number
 
-    def open_trace(self, options: Options) -> tuple[Trace | None, int]:
+    def make_meter(
+        self, options: Options, epoch: int, num_workers: int, window: int, faults: Faults, *, keys_arrive: bool
+    ) -> Meter:
+        """Return what counts what happens in a run of this number.
+
+        Args:
+            options: The options of the run.
+            epoch: Which run it is.
+            num_workers: Workers that it begins with.
+            window: Batches in flight or waiting at a time.
+            faults: Counts its faults.
+            keys_arrive: Keys of samples become known as time goes by: they come from a stream, or a feed.
+        """
+        trace, loader = self._open_trace(options)
+        return Meter(
+            epoch,
+            num_workers,
+            window,
+            faults,
+            trace,
+            self.traffic,
+            loader,
+            is_iterable=options.is_iterable,
+            keys_arrive=keys_arrive,
+            scheduling=options.scheduling,
+            max_buffered_bytes=options.max_buffered_bytes,
+            persistent_workers=options.persistent_workers,
+            concurrency=options.samples_at_once,
+            in_process=options.is_in_process,
+            on_nodes=options.provider is not None,
+            wanted_on_nodes=None if options.provider is None else options.provider.num_workers,
+            auto=options.is_auto,
+        )
+
+    def _open_trace(self, options: Options) -> tuple[Trace | None, int]:
         """Return where the timeline of a run is written, and the number of this loader in there.
 
         All runs share one file, with other loaders that name it.

@@ -25,7 +25,6 @@ from asyncloader.machine import usable_cores
 from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.messages.messages import EpochSpec, WorkerSpec
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
 from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.runs import Runs
@@ -109,34 +108,10 @@ def make_run(options: Options, runs: Runs, epoch: EpochSpec, plan: Iterator[Any]
         next_worker=progress.now.next_worker,
         runs_ahead=not may_be_looked_at(options.index_sampler),
     )
-    meter = _make_meter(options, runs, epoch.epoch, scheduler.window, faults)
+    arrives = bool(getattr(plan, "arrives", False))
+    meter = runs.make_meter(options, epoch.epoch, options.num_at_start, scheduler.window, faults, keys_arrive=arrives)
     limit = ErrorLimit(options, progress, faults)
     return Run(options, scheduler, epoch, meter, plan, progress, limit)
-
-
-def _make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Faults) -> Meter:
-    """Return what counts what happens in the run of this number, with so many batches in flight or waiting."""
-    trace, loader = runs.open_trace(options)
-    return Meter(
-        epoch,
-        options.num_at_start,
-        window,
-        faults,
-        trace,
-        runs.traffic,
-        loader,
-        is_iterable=options.is_iterable,
-        scheduling=options.scheduling,
-        max_buffered_bytes=options.max_buffered_bytes,
-        persistent_workers=options.persistent_workers,
-        concurrency=options.samples_at_once,
-        in_process=options.is_in_process,
-        on_nodes=options.provider is not None,
-        wanted_on_nodes=None if options.provider is None else options.provider.num_workers,
-        auto=options.is_auto,
-        renews=options.renews,
-        can_renew=not (options.is_in_process or options.why_workers_stay),
-    )
 
 
 def _make_auto(options: Options, runs: Runs, pool: Backend, tell: Callable[[int, int], None]) -> Auto | None:

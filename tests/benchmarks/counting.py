@@ -1,6 +1,6 @@
 """counting: what `loader.stats()` costs, whether anybody asks for it or not.
 
-CPU time of the calling thread, medians of many rounds: `Meter.came` and `Meter.took`, which the loop thread and the
+CPU time of the calling thread, medians of many rounds: `Meter.made` and `Meter.took`, which the loop thread and the
 consumer call once for each batch, and `Meter.stats`, a snapshot of all figures after 256 more batches.
 
 Targets: 5 us a batch, where a batch that has next to nothing in it takes about 30 us of the parent in all; 50 us a
@@ -26,8 +26,8 @@ def measure(bench: Bench) -> None:
     for _ in range(50 if bench.quick else 500):
         began = thread_time()
         for _ in range(BATCHES):
-            passage = meter.came(1, [meter.made(1, record, perf_counter(), perf_counter(), 1000, 1)])
-            meter.took(0.0, passage, 4, 2)
+            times = meter.made(1, record, perf_counter(), perf_counter(), 1000, 1)
+            meter.took(0.0, perf_counter(), times, 4, 2)
         counting.append((thread_time() - began) / BATCHES)
         began = thread_time()
         meter.stats()

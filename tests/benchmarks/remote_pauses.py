@@ -82,7 +82,7 @@ def join_s(bench: Bench) -> float:
     door._prove = noted
     agents.newest.grow_soon(1)
     wait_until(lambda: loader.stats().num_workers == 3)
-    joined = session.run.meter._began + loader.stats().changes[-1].at_s
+    joined = session.run.meter._began + loader.stats().workers.changes[-1].at_s
     del iterator, session, door
     loader.close()
     return joined - dialled[0]

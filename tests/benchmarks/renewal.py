@@ -91,9 +91,9 @@ def play(dataset: Leaks, batches: int, sums: dict[int, float], num_workers: int 
         now = time.perf_counter()
         longest, last = max(longest, now - last), now
         if number % 8 == 0:
-            memory = max(memory, *(worker.private_bytes for worker in loader.stats().workers), 0)
+            memory = max(memory, *(worker.private_bytes for worker in loader.stats().workers.each), 0)
     seconds = time.perf_counter() - began
-    renewals = loader.stats().renewals
+    renewals = loader.stats().workers.renewals
     iterator.close()
     assert sums.setdefault(batches, total) == total, "other data"
     extras = {"renewals": float(renewals), "longest wait ms": longest * 1e3, "MB of a worker": memory / 1e6}

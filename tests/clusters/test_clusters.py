@@ -99,7 +99,7 @@ def test_fewer_workers_than_were_asked_for_are_told_of(add_node: Any, caplog: py
     loader.close()
     assert "4 of 8 workers on other machines took part" in str(stats)
     host = socket.gethostname()
-    names = sorted({worker.node for worker in stats.workers} - {""})
+    names = sorted({worker.node for worker in stats.workers.each} - {""})
     assert names[0] == host
     assert re.fullmatch(rf"{re.escape(host)}/[0-9a-f]{{8}}", names[1])
     assert len(names) == 2
@@ -154,7 +154,7 @@ def test_a_cluster_that_grows_and_loses_a_node(add_node: Any, tmp_path: Path, ca
     gate.touch()
     seen += iterator
     assert [int(batch[0]) for batch in seen] == list(range(LENGTH))
-    assert loader.stats().retries == 0
+    assert loader.stats().faults.retries == 0
     assert "is lost" in caplog.text
     wait_until(lambda: not agents())
 
@@ -197,7 +197,7 @@ def test_a_node_that_is_drained(add_node: Any, tmp_path: Path) -> None:
     wait_until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
     seen += iterator
     assert [int(batch[0]) for batch in seen] == list(range(LENGTH))
-    assert loader.stats().retries == 0
+    assert loader.stats().faults.retries == 0
     loader.close()
     wait_until(lambda: not agents())
 

@@ -661,7 +661,7 @@ def test_a_worker_that_dies_costs_no_item(tmp_path: Any) -> None:
 
     loader = DataLoader(ParallelMap(numbers, deadly), 4, num_workers=2)
     assert batches(loader) == WANTED
-    assert loader.stats().retries
+    assert loader.stats().faults.retries
 
 
 class Opened:

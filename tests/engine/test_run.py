@@ -239,7 +239,7 @@ def test_too_many_bad_samples_are_an_error_in_the_place_of_their_batch() -> None
         driver.get()
     assert driver.get() == 2
     stats = driver.run.meter.stats()
-    assert (stats.errors, stats.bad_count) == (1, 2)
+    assert (stats.faults.errors, stats.faults.bad_count) == (1, 2)
 
 
 def test_an_error_at_once_comes_before_what_is_ready() -> None:

@@ -84,7 +84,7 @@ def test_it_is_tried_again(
     loader = DataLoader(Numbers(tmp_path), 4, num_workers=num_workers, scheduling=scheduling)
     assert torch.cat(list(loader)).tolist() == list(range(64))
     assert refused
-    assert loader.stats().retries
+    assert loader.stats().faults.retries
 
 
 def test_others_go_on_without_it(refuse: Callable[[int], list[int]], tmp_path: Path) -> None:

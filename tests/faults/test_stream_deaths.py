@@ -745,4 +745,4 @@ def test_a_worker_that_had_not_opened_a_stream_is_replaced(on_crash: Any, tmp_pa
     (tmp_path / "open 1").touch()
     loader = DataLoader(Plain(), 2, num_workers=2, on_crash=on_crash, worker_init_fn=partial(_die_once, tmp_path))
     assert [batch.tolist() for batch in loader] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11]]
-    assert loader.stats().replacements == 1
+    assert loader.stats().faults.replacements == 1

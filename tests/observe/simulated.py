@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncloader.observe.figures import WorkerStats
+from asyncloader.observe.figures import Workers, WorkerStats
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.tally import Tally, Timing
@@ -73,6 +73,7 @@ class _Worker:
     waiting: list[_Phase] = field(default_factory=list)
     computing: deque[_Phase] = field(default_factory=deque)
     busy_s: float = 0.0
+    first_s: float = 0.0  # of its first batch
 
 
 def run(load: Load, workers: int, concurrency: int = 1, options: dict[str, Any] | None = None) -> LoaderStats:
@@ -133,11 +134,18 @@ class _Epoch:
         cpu_of_steps_s = load.train_s * (load.batches - 1) * load.train_cpu
         stats = _figures(load, len(self._workers), self._works, waited[1:], sum(trained), first, self._options)
         own = tuple(
-            WorkerStats(n, load.batches // len(self._workers), worker.busy_s, last - load.start_s - worker.busy_s)
+            WorkerStats(
+                n,
+                load.batches // len(self._workers),
+                worker.busy_s,
+                worker.first_s,
+                last - load.start_s - worker.busy_s,
+            )
             for n, worker in enumerate(self._workers)
         )
         cpu_s = sum(load.cpu_s * load.factor(number) for number in range(load.batches))
-        return replace(stats, workers=own, worker_cpu_s=cpu_s, main_cpu_s=cpu_of_steps_s, window=self._window)
+        stats = replace(stats, workers=Workers(own, cpu_s), main_cpu_s=cpu_of_steps_s)
+        return replace(stats, waiting=replace(stats.waiting, window=self._window))
 
     def _plan(self, taken: int) -> None:
         while self._planned < min(self._load.batches, taken + self._window):
@@ -199,6 +207,7 @@ class _Epoch:
                 worker.computing.appendleft(_Phase(ticket, 0.0, self._load.collate_s, is_collation=True))
         else:
             self._works.append(self._now - ticket.began)
+            worker.first_s = worker.first_s or self._works[-1]
             self._done.add(ticket.number)
 
 
@@ -221,10 +230,12 @@ def _figures(
         elapsed_s=first_s + train_s + sum(waited),
         first_batch_s=first_s,
         training_s=train_s,
-        waited=timing(waited),
-        work=timing(works),
+        waiting=replace(stats.waiting, consumer=timing(waited)),
         stages=replace(
-            stats.stages, fetch=timing([work - collate_s for work in works]), collate=timing([collate_s] * len(works))
+            stats.stages,
+            fetch=timing([work - collate_s for work in works]),
+            collate=timing([collate_s] * len(works)),
+            work=timing(works),
         ),
         options=options,
     )
@@ -232,7 +243,7 @@ def _figures(
 
 def timing(seconds: list[float]) -> Timing:
     """Return the timing of these."""
-    tally = Tally(1)
+    tally = Tally("seconds")
     for each in seconds:
         tally.add([each])
     return Timing(tally.take(), 0)

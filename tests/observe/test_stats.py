@@ -75,21 +75,24 @@ def test_figures_of_a_run(num_workers: int, face: str) -> None:
     loader = DataLoader(Load(158, 0.002), 8, num_workers=num_workers, max_buffered_bytes=0)
     stats, waited_s, trained_s = measured(loader, face, 0.003)
     assert (stats.batches, stats.samples, stats.epoch, stats.num_workers) == (20, 158, 0, num_workers)
-    assert stats.waited.count == stats.ready.count == 19
-    assert stats.work.count == stats.stages.fetch.count == 20
+    assert stats.waiting.consumer.count == stats.waiting.batch.count == 19
+    assert stats.stages.work.count == stats.stages.fetch.count == 20
     assert stats.stages.fetch.p50_s > 0.015
-    assert stats.stages.fetch.mean_s + stats.stages.collate.mean_s <= stats.work.mean_s * 1.001
-    assert stats.waited.p50_s <= stats.waited.p99_s <= stats.waited.longest_s
+    assert stats.stages.fetch.mean_s + stats.stages.collate.mean_s <= stats.stages.work.mean_s * 1.001
+    assert stats.waiting.consumer.p50_s <= stats.waiting.consumer.p99_s <= stats.waiting.consumer.longest_s
     # Its clock is inside of ours: whatever the machine does, it tells no more of waiting, and no less of training.
-    assert 0.5 * waited_s < stats.waited.total_s <= waited_s
-    assert trained_s <= stats.training_s <= stats.elapsed_s - stats.first_batch_s - stats.waited.total_s + 1e-6
-    assert stats.waited_share == pytest.approx(stats.waited.total_s / (stats.waited.total_s + stats.training_s))
+    assert 0.5 * waited_s < stats.waiting.consumer.total_s <= waited_s
+    assert (
+        trained_s <= stats.training_s <= stats.elapsed_s - stats.first_batch_s - stats.waiting.consumer.total_s + 1e-6
+    )
+    told_s = stats.waiting.consumer.total_s + stats.training_s
+    assert stats.waited_share == pytest.approx(stats.waiting.consumer.total_s / told_s)
     if num_workers:
         assert stats.bytes >= 158 * 8 * 4
-        assert sum(worker.batches for worker in stats.workers) == 20
-        assert all(worker.busy_s >= 0.016 * (worker.batches - 1) for worker in stats.workers)
-        assert all(0 < worker.busy_share <= 1 for worker in stats.workers)
-        assert 1 <= stats.window_used <= stats.window + 1
+        assert sum(worker.batches for worker in stats.workers.each) == 20
+        assert all(worker.busy_s >= 0.016 * (worker.batches - 1) for worker in stats.workers.each)
+        assert 0 < stats.workers.busy_share <= 1
+        assert 1 <= stats.waiting.ahead <= stats.waiting.window + 1
     told = json.loads(json.dumps(stats.as_dict()))
     assert told["stages"]["fetch"]["count"] == 20
     assert told["verdict"]["text"] in str(stats)
@@ -99,14 +102,14 @@ def test_figures_of_a_run(num_workers: int, face: str) -> None:
 def test_what_was_mended_is_counted() -> None:
     """Skipped samples are counted and named; errors that were raised are counted, and are no batches."""
     skipping = run_through(DataLoader(SomeBad(40), 8, num_workers=2, on_error="skip"), "for")
-    assert (skipping.bad_count, sorted(skipping.bad_samples)) == (4, [7, 17, 27, 37])
+    assert (skipping.faults.bad_count, sorted(skipping.faults.bad_samples)) == (4, [7, 17, 27, 37])
     assert skipping.samples == 36
     loader = DataLoader(SomeBad(40), 8, num_workers=2)
     batches = iter(loader)
     for _ in range(5):
         with contextlib.suppress(ValueError):
             next(batches)
-    assert (loader.stats().errors, loader.stats().batches) == (4, 1)
+    assert (loader.stats().faults.errors, loader.stats().batches) == (4, 1)
     assert "errors 4" in str(loader.stats())
     batches.close()
 
@@ -119,8 +122,8 @@ def test_persistent_workers_start_anew() -> None:
     run_through(loader, "for")
     time.sleep(0.3)
     stats = run_through(loader, "for")
-    assert (stats.epoch, stats.batches, stats.work.count) == (1, 8, 8)
-    assert stats.workers[0].idle_s < 0.25
+    assert (stats.epoch, stats.batches, stats.stages.work.count) == (1, 8, 8)
+    assert stats.workers.each[0].idle_s < 0.25
     loader.close()
 
 
@@ -133,7 +136,7 @@ def test_it_can_be_asked_at_any_time() -> None:
 
     def watch() -> None:
         while not done.is_set():
-            seen.append(loader.stats().waited.count)
+            seen.append(loader.stats().waiting.consumer.count)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -147,7 +150,7 @@ def test_it_can_be_asked_at_any_time() -> None:
 def test_quantiles_are_right_to_within_five_percent() -> None:
     """Of durations from 2 us to 20 s, and zeros count as such."""
     seconds = 10 ** (torch.rand(5000, dtype=torch.float64) * 7 - 5.7)
-    tally = Tally(2)
+    tally = Tally("seconds", "zeros")
     for value in seconds.tolist():
         tally.add([value, 0.0])
     timing, zeros = (Timing(tally.take(), column) for column in (0, 1))

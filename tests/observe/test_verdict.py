@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.observe.figures import WorkerStats
+from asyncloader.observe.figures import Workers, WorkerStats
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.tally import Tally, Timing
@@ -18,17 +18,29 @@ BATCHES = 41
 
 def timing(seconds: float) -> Timing:
     """Return what so many batches took, each as long."""
-    tally = Tally(1)
+    tally = Tally("seconds")
     for _ in range(BATCHES - 1):
         tally.add([seconds])
     return Timing(tally.take(), 0)
 
 
 def figures(
-    *, train: float, waited: float, fetch: float, busy: float, workers: int = 2, cpu: float = 1.0, **more: Any
+    *,
+    train: float,
+    waited: float,
+    fetch: float,
+    busy: float,
+    workers: int = 2,
+    cpu: float = 1.0,
+    of_workers: dict[str, float] | None = None,
+    **more: Any,
 ) -> LoaderStats:
     """Return the statistics of a run whose batches all were alike. Seconds a batch; `busy` and `cpu` are shares."""
     elapsed = (train + waited) * (BATCHES - 1)
+    count = BATCHES // max(1, workers)
+    each = tuple(
+        WorkerStats(n, count, busy * elapsed, busy * elapsed / count, (1 - busy) * elapsed) for n in range(workers)
+    )
     stats = Meter(0, workers, 2 * workers).stats()
     return replace(
         stats,
@@ -36,13 +48,9 @@ def figures(
         cores=2,
         elapsed_s=elapsed,
         training_s=train * (BATCHES - 1),
-        waited=timing(waited),
-        work=timing(fetch),
-        stages=replace(stats.stages, fetch=timing(fetch)),
-        workers=tuple(
-            WorkerStats(n, BATCHES // max(1, workers), busy * elapsed, (1 - busy) * elapsed) for n in range(workers)
-        ),
-        worker_cpu_s=cpu * fetch * (BATCHES - 1),
+        waiting=replace(stats.waiting, consumer=timing(waited)),
+        stages=replace(stats.stages, fetch=timing(fetch), work=timing(fetch)),
+        workers=Workers(each, cpu * fetch * (BATCHES - 1), **(of_workers or {})),
         **more,
     )
 
@@ -71,7 +79,8 @@ def test_cores_that_this_process_uses_itself() -> None:
 
 def test_more_batches_ahead_than_the_window() -> None:
     """Workers that ran ahead: not "37.7 of 4"."""
-    stats = figures(train=0.01, waited=0.0, fetch=0.01, busy=0.5, window_used=37.7, window_ready=30.0)
+    stats = figures(train=0.01, waited=0.0, fetch=0.01, busy=0.5)
+    stats = replace(stats, waiting=replace(stats.waiting, ahead=37.7, ready=30.0))
     assert "37.7 batches ahead (window 4), 30.0 of them ready" in str(stats)
 
 
@@ -101,30 +110,10 @@ def test_the_way_is_no_limit_where_workers_are_busy() -> None:
 def test_cores_of_other_machines_are_not_ours() -> None:
     """Workers there compute, and more of them would help: they do not fill the cores here."""
     computing = {"train": 0.001, "waited": 0.029, "fetch": 0.24, "busy": 0.95, "workers": 8}
-    stats = figures(**computing, remote_cpu_s=0.24 * (BATCHES - 1), options=ON_NODES)
+    stats = figures(**computing, of_workers={"remote_cpu_s": 0.24 * (BATCHES - 1)}, options=ON_NODES)
     assert "more workers would help, up to about 32 make it 4.0 times" in stats.verdict.text
     assert stats.verdict.advice == {}  # num_workers is that of this machine
     assert "all 2 cores are full" in figures(**computing).verdict.text
-
-
-def with_memory(stats: LoaderStats, private_bytes: int, grown_bytes: int, **more: Any) -> LoaderStats:
-    """Return the same of workers that have so much memory to themselves."""
-    workers = (replace(worker, private_bytes=private_bytes, grown_bytes=grown_bytes) for worker in stats.workers)
-    return replace(stats, workers=tuple(workers), **more)
-
-
-def test_workers_that_grow_are_told_of() -> None:
-    """With an option that helps, where it can be had and is not there already."""
-    stats = figures(train=0.1, waited=0.0, fetch=0.1, busy=0.5)
-    grown = with_memory(stats, 900 << 20, 700 << 20, options={"can_renew": True}).verdict
-    assert "workers have grown by 1.5 GB meanwhile: max_worker_memory=419430400 would renew them" in grown.text
-    assert grown.advice["max_worker_memory"] == 400 << 20
-    for private_bytes, grown_bytes, options in (
-        (900 << 20, 300 << 20, {"can_renew": True}),
-        (900 << 20, 700 << 20, {"can_renew": True, "renews": True}),
-        (900 << 20, 700 << 20, {"can_renew": False}),
-    ):
-        assert with_memory(stats, private_bytes, grown_bytes, options=options).verdict == stats.verdict
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -133,7 +122,7 @@ def test_cores_that_others_use_as_well(workers: int) -> None:
     crowded: dict[str, Any] = {"train": 0.001, "waited": 0.030, "fetch": 0.030, "busy": 0.95, "workers": workers}
     cpu_s, stalled_s = 0.4 * 0.030 * (BATCHES - 1), 0.55 * 0.030 * (BATCHES - 1)
     cpu = {"cpu": 0.4} if workers else {"cpu": 0.0, "main_cpu_s": cpu_s}
-    verdict = figures(**crowded, **cpu, worker_stalled_s=stalled_s).verdict
+    verdict = figures(**crowded, **cpu, of_workers={"stalled_s": stalled_s}).verdict
     assert verdict.limit == "fetch"
     assert verdict.gain == 1.0
     assert verdict.advice == {}

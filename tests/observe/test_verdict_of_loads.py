@@ -6,21 +6,26 @@ Benchmarks run a load, read the verdict, do what it says, run again, and compare
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from asyncloader import DataLoader
+from asyncloader.datasets import ParallelMap
 from asyncloader.engine.finisher import Finisher
 from asyncloader.observe.stats import LoaderStats
+from asyncloader.online import Feed
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside
@@ -109,9 +114,10 @@ def test_too_few_workers(stage: str, seed: int) -> None:
     assert stats.waited_share == pytest.approx(1 - step_s / (work_s / workers), abs=0.12)
     if stage == "collate":  # samples at once are fetched at once, and collated one batch after the other
         assert workers < verdict.advice["num_workers"] <= 7
+        assert_gain(before_s, train(follow(loader, verdict.advice), step_s), verdict.gain)
     else:
         assert 2 <= verdict.advice["concurrency"] <= 7
-    assert_gain(before_s, train(follow(loader, verdict.advice), step_s), verdict.gain)
+        assert_gain(before_s, train(follow(loader, verdict.advice), step_s), work_s / workers / step_s)
 
 
 class Awaits(Load):
@@ -125,7 +131,7 @@ class Awaits(Load):
 @pytest.mark.parametrize("seed", SEEDS)
 @best_of_three
 def test_too_little_concurrency(seed: int) -> None:
-    """Training waits for workers that wait themselves: as many samples at once as advised bring what was promised."""
+    """Training waits for workers that wait themselves: as many samples at once as advised keep up with it."""
     rng = random.Random(seed)
     concurrency = rng.choice([4, 8])
     step_s = rng.uniform(0.008, 0.015)
@@ -135,7 +141,7 @@ def test_too_little_concurrency(seed: int) -> None:
     verdict = stats.verdict
     assert verdict.limit == "fetch", str(stats)
     assert list(verdict.advice) == ["concurrency"]
-    assert_gain(before_s, train(follow(loader, verdict.advice), step_s), verdict.gain)
+    assert_gain(before_s, train(follow(loader, verdict.advice), step_s), fetch_s * BATCH / concurrency / step_s)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -303,3 +309,108 @@ def test_few_batches_are_not_judged() -> None:
     assert loader.stats().verdict.limit == "unknown"
     train(loader, 0.0)
     assert loader.stats().verdict.text == "3 batches are too few to judge by"
+
+
+def judged_without_start(dataset: Any, num_workers: int, step_s: float, **options: Any) -> LoaderStats:
+    """Return the statistics of an epoch whose workers were there already, however long they took to start."""
+    persistent = num_workers > 0
+    with contextlib.closing(
+        DataLoader(dataset, BATCH, num_workers=num_workers, persistent_workers=persistent, **options)
+    ) as loader:
+        for _ in range(1 + persistent):
+            train(loader, step_s)
+        return loader.stats()
+
+
+class SlowSampler(torch.utils.data.Sampler[int]):
+    """Thinks for a while before each index."""
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(BATCH * 20):
+            time.sleep(0.001)
+            yield index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_slow_sampler_is_named(num_workers: int) -> None:
+    """Its time is spent inside `next`: training waits, for nothing that workers could do."""
+    stats = judged_without_start(Load(BATCH * 20), num_workers, 0.001, sampler=SlowSampler())
+    assert stats.verdict.limit == "sampler", str(stats)
+    assert (stats.verdict.advice, stats.verdict.gain) == ({}, 1.0)
+    assert stats.waiting.sampler.total_s > 0.001 * BATCH * 18
+    assert stats.waiting.sampler.total_s <= stats.waiting.consumer.total_s
+
+
+class SlowStream(torch.utils.data.IterableDataset[int]):
+    """Its samples take a while to come."""
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(BATCH * 20):
+            time.sleep(0.001)
+            yield index
+
+
+class SlowQueue:
+    """Its samples come over a queue of an event loop."""
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for index in range(BATCH * 20):
+            await asyncio.sleep(0.001)
+            yield index
+
+
+@pytest.mark.parametrize(
+    ("make", "num_workers"),
+    [
+        *((SlowStream, count) for count in (0, 1, 2)),
+        *((partial(ParallelMap, SlowStream, int), count) for count in (0, 2)),
+        *((SlowQueue, count) for count in (0, 1)),
+    ],
+)
+def test_a_slow_source_is_named(make: Callable[[], Any], num_workers: int) -> None:
+    """Neither other options nor more workers make samples come faster: there is no advice."""
+    stats = judged_without_start(make(), num_workers, 0.0)
+    assert stats.verdict.limit == "source", str(stats)
+    assert (stats.verdict.advice, stats.verdict.gain) == ({}, 1.0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_feed_whose_producers_are_slow_is_a_slow_source(num_workers: int) -> None:
+    """Workers have nothing to do meanwhile."""
+    feed: Feed[int] = Feed(range(BATCH * 20), batch_size=BATCH)
+    loader = DataLoader(feed, num_workers=num_workers)
+
+    def produce() -> None:
+        for lease in feed.leases():
+            with lease as item:
+                time.sleep(0.001 + loader.stats().first_batch_s / BATCH / 4)  # 0.0 before: the start is a small part
+                item.put(item.value)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    train(loader, 0.0)
+    producer.join()
+    verdict = loader.stats().verdict
+    assert (verdict.limit, verdict.advice) == ("source", {}), str(loader.stats())
+
+
+class Opens(Load):
+    """A dataset that opens a file when its first sample is asked for."""
+
+    is_open = False
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.is_open:
+            time.sleep(0.5)
+            self.is_open = True
+        return super().__getitem__(index)
+
+
+def test_an_opening_in_the_first_sample_is_part_of_the_start() -> None:
+    """It says nothing of the batches that follow, and workers that stay have it behind them."""
+    loader = DataLoader(Opens(BATCH * 20), BATCH, num_workers=2)
+    train(loader, 0.0)
+    stats = loader.stats()
+    assert stats.verdict.limit == "starting", str(stats)
+    assert stats.verdict.advice == {"persistent_workers": True}
+    assert stats.workers.opening_s > 0.8

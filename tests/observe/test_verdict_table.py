@@ -80,9 +80,9 @@ CASES: list[tuple[str, Load, int, int, set[str]]] = [
 
 WITH_OPTIONS: list[tuple[str, Load, int, dict[str, Any], set[str]]] = [
     # what, load, workers, options, which options are advised
-    ("a stream over a network, without workers", waits(10, 100), 0, {"is_iterable": True}, {"num_workers"}),
-    ("a stream over a network, one worker", waits(10, 100), 1, {"is_iterable": True}, {"num_workers"}),
-    ("a stream that is decoded", computes(10, 30), 1, {"is_iterable": True}, {"num_workers"}),
+    ("a stream over a network, without workers", waits(60, 80), 0, {"is_iterable": True}, {"num_workers"}),
+    ("a stream over a network, one worker", waits(10, 100), 1, {"is_iterable": True}, set()),
+    ("a stream that is decoded", computes(10, 30), 1, {"is_iterable": True}, set()),
     ("a number that looks after itself", computes(10, 30), 1, {"auto": True}, set()),
     ("too many workers, which look after themselves", computes(100, 20), 4, {"auto": True}, set()),
     ("workers that stay, and start for long", computes(1, 2, start_s=12.0), 2, {"persistent_workers": True}, set()),
@@ -110,7 +110,10 @@ def test_what_is_advised_brings_what_is_promised(load: Load, workers: int, concu
         options = {"workers": verdict.advice.get("num_workers", workers)}
         options["concurrency"] = verdict.advice.get("concurrency", concurrency)
         gained = seconds(load, stats) / seconds(load, run(load, **options))
-        assert 0.8 <= gained / verdict.gain <= 1.25, verdict.text
+        if "concurrency" in verdict.advice:
+            assert verdict.gain == 1.0  # it is not told before it is tried
+        else:
+            assert 0.8 <= gained / verdict.gain <= 1.25, verdict.text
         assert gained > (1.05 if verdict.limit != "training" else 0.95)
         assert options["workers"] <= max(workers, load.batches, 1)
     elif verdict.limit != "unknown" and load.cpu_s > 300e-6:  # to hand over a batch is not simulated
@@ -125,7 +128,7 @@ def test_what_is_advised_brings_what_is_promised(load: Load, workers: int, concu
 def test_nothing_is_advised_that_an_option_makes_useless(
     load: Load, workers: int, options: dict[str, Any], advised: set[str]
 ) -> None:
-    """Options that make some advice useless: a stream is read one sample after the other, "auto" needs no number."""
+    """Options that make some advice useless: who reads which part of a stream, it decides; "auto" needs no number."""
     stats = run(load, workers, options=options)
     verdict = replace(stats, options={**stats.options, **options}).verdict
     assert set(verdict.advice) == advised, verdict.text

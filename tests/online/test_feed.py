@@ -467,7 +467,7 @@ def test_a_loader_that_does_not_follow(rank: bool) -> None:
     single.close()
     loader = DataLoader(single, on_error="skip")
     assert [batch.tolist() for batch in loader] == [[0], [2, 3]]
-    assert [*loader.stats().bad_samples] == [(1, 0)]  # not the sample itself
+    assert [*loader.stats().faults.bad_samples] == [(1, 0)]  # not the sample itself
     handle.close()
     feed.close()
 

@@ -82,7 +82,7 @@ def test_agents_that_are_killed_on_the_way(caplog: pytest.LogCaptureFixture) -> 
             wait_until(lambda: loader.stats().num_workers == 2)
             kill_one(agents.newest, alive, chance)
     assert same(seen, local(300, 1)) == 300
-    assert loader.stats().retries == 0
+    assert loader.stats().faults.retries == 0
     assert "is lost" in caplog.text
     loader.close()
 
@@ -118,7 +118,7 @@ def test_ten_thousand_batches_with_an_agent_killed_every_two_seconds() -> None:
         over.set()
         killer.join()
     stats = loader.stats()
-    assert stats.retries == 0
+    assert stats.faults.retries == 0
     assert killed >= 10
     print(f"{killed} agents were killed in {stats.elapsed_s:.0f} s")
     loader.close()

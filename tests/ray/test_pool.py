@@ -129,7 +129,7 @@ def test_the_batches_are_those_of_local_workers(num_workers: int, scheduling: An
     assert [bits(batch) for batch in batches] == local(**options)
     makers = {batch["by"][1][0].item() for batch in batches}
     assert os.getpid() not in makers
-    assert loader.stats().retries == 0
+    assert loader.stats().faults.retries == 0
 
 
 def test_both_make_some() -> None:
@@ -144,8 +144,8 @@ def test_both_make_some() -> None:
     assert {batch["by"][0].item() for batch in seen} == {0, first, first + 1}
     assert [batch["i"].item() for batch in seen] == list(range(LENGTH))
     stats, node = loader.stats(), os.uname().nodename
-    assert [worker.node for worker in stats.workers] == ["", node, node]
-    assert f"node {node}: {sum(worker.batches for worker in stats.workers[1:])} batches by 2 workers" in str(stats)
+    assert [worker.node for worker in stats.workers.each] == ["", node, node]
+    assert f"node {node}: {sum(worker.batches for worker in stats.workers.each[1:])} batches by 2 workers" in str(stats)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -202,7 +202,7 @@ def test_the_batches_do_not_depend_on_a_number_that_looks_after_itself(
     batches = run_of(loader, epochs=2)
     reference = run_of(DataLoader(Drawing(), 1, num_workers=1, **options), epochs=2)
     assert [bits(batch) for batch in batches] == [bits(batch) for batch in reference]
-    assert loader.stats().retries == 0
+    assert loader.stats().faults.retries == 0
 
 
 def test_a_number_that_looks_after_itself_asks_for_others_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_a_worker_that_dies_is_replaced_by_its_agent(tmp_path: Path) -> None:
     """Its batch is made again."""
     loader = DataLoader(Told(tmp_path, 9, kill_myself), 4, worker_backend=LocalAgents(1))
     assert [i for batch in loader for i in batch.tolist()] == list(range(LENGTH))
-    assert loader.stats().replacements == 1
+    assert loader.stats().faults.replacements == 1
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_what_a_killed_agent_had_is_made_by_others(tmp_path: Path, caplog: pytes
     agents = LocalAgents(2, 2)
     loader = DataLoader(Told(tmp_path, 31, kill_my_agent), 1, worker_backend=agents)
     assert [i for batch in loader for i in batch.tolist()] == list(range(LENGTH))
-    assert loader.stats().retries == 0
+    assert loader.stats().faults.retries == 0
     assert "is lost" in caplog.text
 
 
@@ -316,7 +316,7 @@ def test_an_agent_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "_BEAT_S", 0.1)
     os.kill(agents.newest.pids[1], signal.SIGSTOP)
     assert [batch["i"].item() for batch in iterator] == list(range(LENGTH))
-    assert [change.num_workers for change in loader.stats().changes] == [2, 1]
+    assert [change.num_workers for change in loader.stats().workers.changes] == [2, 1]
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "drained"])
@@ -336,7 +336,7 @@ def test_an_agent_that_is_to_go_finishes_what_it_has(how: str) -> None:
     wait_until(lambda: not is_there(agents.newest.pids[1]))
     seen += iterator
     assert [batch["i"].item() for batch in seen] == list(range(LENGTH))
-    assert loader.stats().retries == 0
+    assert loader.stats().faults.retries == 0
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -348,9 +348,9 @@ def test_workers_of_agents_are_renewed(num_workers: int) -> None:
     for expected in itertools.count():
         assert next(iterator).item() == expected
         stats = loader.stats()
-        if stats.renewals >= 2:
+        if stats.workers.renewals >= 2:
             break
-    assert (stats.retries, stats.replacements) == (0, 0)
+    assert (stats.faults.retries, stats.faults.replacements) == (0, 0)
     loader.close()
 
 
@@ -371,9 +371,9 @@ def test_a_worker_of_an_agent_that_has_grown_is_renewed() -> None:
         Leaking(), 1, sampler=[1] * 300, worker_backend=LocalAgents(1), max_worker_memory=200 << 20, timeout=20
     )
     for _ in loader:
-        if loader.stats().renewals:
+        if loader.stats().workers.renewals:
             break
-    assert loader.stats().renewals
+    assert loader.stats().workers.renewals
     loader.close()
 
 

@@ -130,7 +130,7 @@ def test_the_batches_are_those_of_as_many_local_workers(dataset: Any, options: A
     found = run_of(loader, epochs=2)
     assert found == run_of(DataLoader(dataset, 4, num_workers=3 + here, **options), epochs=2)
     assert agents.newest.asks
-    nodes = [worker.node for worker in loader.stats().workers]
+    nodes = [worker.node for worker in loader.stats().workers.each]
     assert nodes == [""] * here + [os.uname().nodename] * 3
 
 
@@ -140,7 +140,7 @@ def test_a_slot_that_is_lost_begins_anew_where_it_was(kind: Any, tmp_path: Path)
     agents = LocalAgents(1, 1, 1, num_workers=2, grows=True)
     loader = DataLoader(kind(tmp_path, 31), 4, num_workers=1, worker_backend=agents, max_retries=0)
     assert run_of(loader) == run_of(DataLoader(kind(), 4, num_workers=3))
-    assert loader.stats().retries == 0
+    assert loader.stats().faults.retries == 0
     assert len(agents.newest.orders) == 3
 
 

@@ -403,7 +403,7 @@ def test_a_worker_is_up_before_its_trainer_has_its_turn(
     monkeypatch.setattr(process, "_UP_S", 0.2)
     loader = DataLoader(Patient(), num_workers=2, multiprocessing_context="fork")
     assert squares_of(loader) == list(range(8))
-    assert loader.stats().replacements == 0
+    assert loader.stats().faults.replacements == 0
     assert caplog.text == ""
 
 
@@ -421,5 +421,5 @@ def test_a_source_that_takes_long_to_open(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(process, "_UP_S", 0.2)
     loader = DataLoader(Squares(), num_workers=2, multiprocessing_context="fork")
     assert squares_of(loader) == [index**2 for index in range(8)]
-    assert loader.stats().replacements == 0
+    assert loader.stats().faults.replacements == 0
     assert caplog.text == ""
