@@ -32,6 +32,7 @@ _CLOSED = (
     asyncio.AbstractEventLoop,
 )  # fmt: skip
 """Nothing in these is looked for."""
+_CONTAINERS = (dict, list, tuple, deque)
 _LIBRARIES = ("torch.", "numpy.", "asyncio.", "builtins", "typing", "abc", "collections")
 """Methods of classes from these hold nothing of the user's."""
 
@@ -39,14 +40,17 @@ _LIBRARIES = ("torch.", "numpy.", "asyncio.", "builtins", "typing", "abc", "coll
 def held(dataset: Any, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
     """Yield what the dataset holds and is wanted, once each, with its path from the dataset: "transform.rng".
 
-    The order is the same in each process. Sets, which have none, are not looked into.
+    The order is the same in each process. Sets, which have none, are not looked into. Containers come after objects, by
+    how many of them one is inside of: what is wanted is in attributes, or in a list of transforms, and lists in lists
+    are data, of which there may be more than are looked at.
     """
-    rest = deque((member, "", 0) for member in members(dataset))
+    objects = deque((member, "", 0) for member in members(dataset) if not issubclass(type(member), _CLOSED))
+    containers: deque[tuple[Any, str, int]] = deque()
     seen: set[int] = set()
     kinds: set[type] = set()
-    while rest and len(seen) < _MOST_OBJECTS:
-        thing, path, depth = rest.popleft()
-        if id(thing) in seen or issubclass(type(thing), _CLOSED):
+    while (objects or containers) and len(seen) < _MOST_OBJECTS:
+        thing, path, depth = (objects or containers).popleft()
+        if id(thing) in seen:
             continue
         seen.add(id(thing))
         try:
@@ -56,7 +60,10 @@ def held(dataset: Any, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, 
             continue
         if found:
             yield path, thing
-        rest.extend((inner, f"{path}.{name}" if path else name, depth + 1) for name, inner in inside)
+        for name, inner in inside:
+            if not issubclass(kind := type(inner), _CLOSED):
+                rest = containers if issubclass(kind, _CONTAINERS) else objects
+                rest.append((inner, f"{path}.{name}" if path else name, depth + 1))
 
 
 def attributes_of(thing: Any) -> dict[str, Any]:
@@ -80,7 +87,7 @@ def closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
 def _inside(thing: Any, is_wanted: Callable[[Any], bool], kinds: set[type]) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, dict):
         yield from ((str(key), value) for key, value in islice(dict.items(thing), _MOST_ENTRIES))
-    elif isinstance(thing, (list, tuple, deque)):
+    elif isinstance(thing, _CONTAINERS):
         yield from ((str(number), value) for number, value in enumerate(islice(thing, _MOST_ENTRIES)))
     elif isinstance(thing, FunctionType):
         yield from _of_function(thing, is_wanted)

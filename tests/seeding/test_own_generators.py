@@ -434,6 +434,28 @@ def test_generators_that_could_not_be_given_back_are_left_alone() -> None:
     assert samples(make(), 1, **forked) == samples(make(), 1, **forked)
 
 
+class Wrapped:
+    """A dataset inside another, with annotations as COCO has them before the transforms."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.images = [
+            {"file": str(number), "boxes": [{"at": [0.0] * 4, "of": []} for _ in range(99)]} for number in range(99)
+        ]
+        self.by_name = {str(number): [{"boxes": [[1.0]]}] for number in range(99)}
+        self.dataset = dataset
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_generators_are_found_behind_however_many_data(depth: int) -> None:
+    """Data are more than would be looked at."""
+    dataset: Any = Compose([Jitter(3), Compose([Jitter(4)], 5)], 6)
+    expected = {id(generator) for generator in generators_of(dataset).values()}
+    for _ in range(depth):
+        dataset = Wrapped(dataset)
+    assert {id(generator) for generator in generators_of(dataset).values()} == expected
+    assert len(expected) > 3
+
+
 def test_the_global_generators_and_those_of_the_system_are_nobodys_own() -> None:
     """Nor is a generator looked for in what holds none."""
     held: Any = Photos(lambda image: image)
