@@ -72,7 +72,7 @@ class Dicts(Rows):
 
 DATASETS: dict[str, Callable[[int], Rows]] = {
     "list": Dicts,
-    "SharedList": lambda count: Rows(SharedList.from_iterable(map(row, range(count)))),
+    "SharedList": lambda count: Rows(SharedList(map(row, range(count)))),
     "no rows": lambda count: Rows(range(count)),
 }
 

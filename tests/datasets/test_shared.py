@@ -153,7 +153,7 @@ def test_any_rows_come_back(rows: list[Any]) -> None:
 def test_rows_of_several_forms() -> None:
     """Rows of another form, in the middle of a long list, are as right as the others."""
     rows: list[Any] = [*ROWS, *range(5000), None, *ROWS, "end"]
-    shared = SharedList.from_iterable(iter(rows))
+    shared = SharedList(iter(rows))
     assert list(shared) == rows
     assert [shared[at] for at in (0, 2999, 3000, 7999, 8000, -1)] == [
         rows[at] for at in (0, 2999, 3000, 7999, 8000, -1)
@@ -247,18 +247,12 @@ def test_slices_are_lists_over_the_same_memory(cut: slice) -> None:
     assert len(part) == len(ROWS[cut])
 
 
-def test_index_arrays_choose_rows_as_in_numpy() -> None:
-    """Arrays, tensors and lists of numbers, and truth values, as in numpy; of slices as well."""
+def test_rows_are_named_by_any_integer() -> None:
+    """Python's, numpy's and torch's, also of slices; torch's Subset takes rows by their numbers."""
     shared = SharedList(range(100))
-    chosen = np.arange(100) % 9 == 0
-    assert list(shared[np.array([3, -1, 3])]) == [3, 99, 3]
-    assert list(shared[torch.tensor([5, 6])]) == [5, 6]
-    assert list(shared[[7]]) == [7]
-    assert list(shared[[]]) == []
-    assert list(shared[chosen]) == list(range(0, 100, 9))
-    assert list(shared[10:20][np.array([-1, 0])]) == [19, 10]
-    assert list(shared[chosen][np.array([1, 2])][::-1]) == [18, 9]
-    assert shared[torch.tensor(4)] == shared[np.int32(4)] == shared[chosen][np.int8(0)] + 4 == 4
+    for kind in (int, np.int8, np.array, torch.tensor):
+        assert (shared[kind(4)], shared[10:20][kind(-1)], shared[::-1][kind(0)]) == (4, 19, 99)
+    assert list(torch.utils.data.Subset(shared, [3, 99, 3])) == [3, 99, 3]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -266,12 +260,9 @@ def test_index_arrays_choose_rows_as_in_numpy() -> None:
     [
         (100, "row 100 of a SharedList of 100 rows"),
         (-101, "row -101"),
-        ([3, 100], "out of range"),
-        ([True], "1 truth values"),
-        (1.0, "not float"),
-        ("1", "not str"),
-        ([0.5], "of whole numbers"),
-        ([[1]], "one dimension"),
+        ([3], "'list' object cannot be interpreted as an integer"),
+        (1.0, "'float' object cannot be"),
+        ("1", "'str' object cannot be"),
     ],
 )
 def test_bad_indices_are_errors_that_say_so(index: Any, error: str) -> None:
@@ -283,14 +274,10 @@ def test_bad_indices_are_errors_that_say_so(index: Any, error: str) -> None:
 def test_it_cannot_be_changed() -> None:
     """A clear error for each of the ways, and the kernel refuses it as well."""
     shared: Any = SharedList([1, 2])
-    for change in (
-        lambda: shared.append(3),
-        lambda: shared.sort(),
-        lambda: shared.__setitem__(0, 1),
-        lambda: shared.__delitem__(0),
-    ):
-        with pytest.raises((TypeError, AttributeError), match=r"a SharedList is read-only.*make a new SharedList"):
-            change()
+    with pytest.raises(AttributeError, match="no attribute 'append'"):
+        shared.append(3)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        shared[0] = 1
     with pytest.raises(AttributeError, match="no attribute 'rows'"):
         _ = shared.rows
     with pytest.raises(PermissionError):
@@ -328,46 +315,11 @@ def test_threads_read_at_once() -> None:
 # ---- making it ----
 
 
-def test_a_list_is_emptied_as_it_is_read() -> None:
-    """`consume=True`: rows go as they are written."""
-    rows = [bytes(1000) for _ in range(20_000)]
-    shared = SharedList(rows, consume=True)
-    assert (rows, len(shared), shared[-1]) == ([], 20_000, bytes(1000))
-    with pytest.raises(ConfigurationError, match="empties a list, but got tuple"):
-        SharedList((1, 2), consume=True)
-
-
-class Alive:
-    """Knows how many of its kind there are, and how few there were when one was pickled."""
-
-    count = 0
-    fewest = 1 << 20
-
-    def __init__(self) -> None:
-        Alive.count += 1
-
-    def __del__(self) -> None:
-        Alive.count -= 1
-
-    def __reduce__(self) -> Any:
-        Alive.fewest = min(Alive.fewest, Alive.count)
-        return bytes, (1000,)
-
-
-def test_rows_are_freed_while_others_are_still_to_be_read() -> None:
-    """Not all at the end, as when the list is only cleared."""
-    rows = [Alive() for _ in range(10_000)]
-    shared = SharedList(rows, consume=True)
-    assert Alive.fewest < 6000
-    assert Alive.count == 0
-    assert shared[-1] == bytes(1000)
-
-
 def test_little_memory_is_needed_to_make_one() -> None:
     """60 MB of rows from a generator, with less than 40 MB at any time."""
     tracemalloc.start()
     try:
-        shared = SharedList.from_iterable(bytes([number % 256]) * 20_000 for number in range(3000))
+        shared = SharedList(bytes([number % 256]) * 20_000 for number in range(3000))
         assert tracemalloc.get_traced_memory()[1] < 40e6
     finally:
         tracemalloc.stop()
@@ -386,7 +338,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        SharedList.from_iterable(broken())
+        SharedList(broken())
 
 
 def test_a_list_that_was_saved_is_opened_from_its_pages(tmp_path: Path) -> None:
@@ -415,9 +367,9 @@ def test_a_list_that_was_saved_is_opened_from_its_pages(tmp_path: Path) -> None:
 
 
 def test_a_handle_is_small() -> None:
-    """Less than 1 kB, of slices and of long index arrays too."""
+    """Less than 1 kB, of slices too."""
     shared = SharedList(ROWS)
-    chosen = shared[np.arange(0, 3000, 2)]
+    chosen = shared[::2]
     for one in (shared, shared[10:], chosen, chosen[::-1], SharedDict({1: 2})):
         assert len(pickle.dumps(one)) < 1000
     again = pickle.loads(pickle.dumps(chosen))
@@ -437,7 +389,7 @@ def test_workers_read_it(start_method: str, loader_name: str) -> None:
         loader: Any = torch.utils.data.DataLoader
     else:
         from asyncloader import DataLoader as loader
-    shared = SharedList(ROWS)[:100][np.arange(99, -1, -1)]
+    shared = SharedList(ROWS)[:100][::-1]
     made = loader(Rows(shared), batch_size=32, num_workers=1, multiprocessing_context=start_method)
     batches = list(made)
     assert [path for paths, _ in batches for path in paths] == [row["path"] for row in ROWS[99::-1]]
@@ -600,7 +552,7 @@ def test_items_come_back_in_order() -> None:
     assert (["a"] in shared.values(), ("a", [0]) in shared.items(), len(shared.keys())) == (False, True, len(KEYS))
     with pytest.raises(KeyError, match="'nobody'"):
         shared["nobody"]
-    with pytest.raises(TypeError, match="unhashable"):
+    with pytest.raises(KeyError):
         shared[[]]  # type: ignore[index]
     assert repr(shared).startswith("<SharedDict of 15 items")
     assert pickle.loads(pickle.dumps(shared))["a"] == [0]
@@ -655,20 +607,16 @@ def test_numbers_of_numpy_are_no_tuples() -> None:
 
 
 def test_dicts_that_cannot_be_shared_are_refused() -> None:
-    """Keys of other types, changes, what cannot be consumed."""
+    """Keys of other types, and changes."""
     with pytest.raises(ConfigurationError, match=r"but not .*frozenset"):
         SharedDict({frozenset(): 1})
     with pytest.raises(ConfigurationError, match=r"but not .*frozenset"):
         SharedDict({("a", frozenset()): 1})
-    with pytest.raises(ConfigurationError, match="empties a dict"):
-        SharedDict([(1, 2)], consume=True)
     shared: Any = SharedDict({1: 2})
-    with pytest.raises(TypeError, match="SharedDict is read-only"):
+    with pytest.raises(TypeError, match="does not support item assignment"):
         shared[1] = 2
-    with pytest.raises(AttributeError, match="SharedDict is read-only"):
+    with pytest.raises(AttributeError, match="no attribute 'update'"):
         shared.update({})
-    items = {number: str(number) for number in range(5000)}
-    assert (SharedDict(items, consume=True)[4999], items) == ("4999", {})
 
 
 ELSEWHERE = """
