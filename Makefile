@@ -26,13 +26,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all matrix test-frameworks test-services test-ray soak lint typecheck docs bench build clean help
+.PHONY: demo test collect test-all matrix test-frameworks test-services test-ray soak lint typecheck docs bench build clean help
 
 demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
 
 test: $(READY) ## the tests that are quick; ROOM=transport: those of tests/transport
 	$(BIN)/python -m pytest $(BESIDE) $(if $(ROOM),tests/$(ROOM),$(CORE))
+
+# In a new checkout pytest rewrites the asserts of 280 files: once here, and otherwise in each of JOBS processes.
+collect: $(READY) ## collect the quick tests, and run none
+	@$(BIN)/python -m pytest --collect-only -qq $(CORE) > /dev/null
 
 # Not beside each other: frameworks and Ray each start clusters of Ray, and a program takes part in the latest of a machine.
 test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
