@@ -81,6 +81,7 @@ def wrapped(dataset: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", [Squares, Batches, Local])
 @pytest.mark.parametrize("name", wrapped(range(20)))

@@ -113,6 +113,7 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", MOCKS)
 @pytest.mark.parametrize("options", PLACES)
 @pytest.mark.forked("a mock cannot be pickled")

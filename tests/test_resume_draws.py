@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from asyncloader import DataLoader
 from asyncloader.samplers import ElasticSampler
-from tests import effort, generators
+from tests import generators
 
 pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -179,13 +179,11 @@ def played(program: Program, iterator: Any, count: int | None) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("number", range(120))
+@pytest.mark.parametrize("number", [*range(30), *(pytest.param(n, marks=pytest.mark.slow) for n in range(30, 120))])
 def test_a_program_that_draws_anywhere_is_resumed_exactly_or_the_sampler_is_named(
     number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rest of the epoch is what the interrupted program would have had, whatever it has drawn, and when."""
-    if effort.is_quick and number % 4:
-        return
     caplog.set_level(logging.WARNING, "asyncloader")
     seed = time.time_ns() % (1 << 32)
     program = drawn_program(random.Random(seed))

@@ -270,6 +270,7 @@ class OddAwaited(Odd):
         return super().__getitem__(index)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", ["raises", "is None", "has another shape"])
 @pytest.mark.parametrize("dataset", [Odd, OddAwaited])
 @pytest.mark.parametrize(

@@ -604,6 +604,7 @@ class PlainEpochs(Epochs, IterableDataset[Any]):
     __aiter__ = None  # type: ignore[assignment]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("set_epochs", [{}, {0: 5}, {0: 5, 1: 6}, {1: 6}], ids=str)
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("kind", [Epochs, PlainEpochs])

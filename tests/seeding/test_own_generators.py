@@ -260,6 +260,7 @@ def crops(loader: Any) -> list[list[float]]:
     return [sample for batch in loader for sample in batch]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"seeding": "sample"}, {"num_workers": 0, "seeding": "sample"}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_generators_that_are_alike_draw_alike(kind: str, options: Any) -> None:
@@ -327,6 +328,7 @@ def test_a_generator_that_is_seeded_before_an_epoch_fixes_it() -> None:
             assert [sample[:2] for sample in crops(loader)] == [sample[:2] for sample in expected]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("seed", [5, None], ids=["seeded", "unseeded"])
 @pytest.mark.parametrize("done", [0, 2, 6])
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 0, "seeding": "sample"}], ids=str)
