@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -235,11 +234,13 @@ print([len(batch) for batch in DataLoader(Leaving(), 4)])
 
 
 @pytest.mark.parametrize("is_shut_down", [False, True])
-def test_tasks_that_a_dataset_leaves_behind_are_cancelled_at_the_end(is_shut_down: bool) -> None:
+def test_tasks_that_a_dataset_leaves_behind_are_cancelled_at_the_end(
+    run: Callable[..., Program], is_shut_down: bool
+) -> None:
     """They end as `asyncio.run` would have them end; nothing is destroyed while it is pending."""
     words = {"import_shutdown": ", shutdown" * is_shut_down, "end": "shutdown()" * is_shut_down}
     program = LEAVES_A_TASK
     for name, text in words.items():
         program = program.replace("{" + name + "}", text)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
-    assert (done.stdout.split("\n"), done.stderr) == (["[4, 4]", *["cancelled"] * 3, ""], "")
+    done = run(program)
+    assert (done.out.split("\n"), done.err) == (["[4, 4]", *["cancelled"] * 3, ""], "")
