@@ -115,10 +115,21 @@ def _join(threads: Iterable[threading.Thread], timeout_s: float) -> list[threadi
 def _is_running(thread: threading.Thread) -> bool:
     """Whether it has a core, or waits for one. Where nobody can tell, it may."""
     try:
-        status = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+        return kernel_stat(Path(f"/proc/self/task/{thread.native_id}"))[0] == "R"
     except OSError:
         return True
-    return status.rpartition(")")[2].split()[0] == "R"
+
+
+def kernel_stat(folder: Path) -> list[str]:
+    """Return what the kernel's stat of a process or thread has behind its name, from its state on.
+
+    Args:
+        folder: Its folder in /proc.
+
+    Raises:
+        OSError: if it has ended, or nobody tells.
+    """
+    return (folder / "stat").read_text().rpartition(")")[2].split()  # the name, in parentheses, may contain anything
 
 
 os.register_at_fork(after_in_child=_threads.clear)

@@ -10,7 +10,7 @@ def main() -> None:
     try:
         from asyncloader.cli import app
     except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] not in ("typer", "rich"):
+        if (missing.name or "").partition(".")[0] not in ("typer", "rich", "psutil"):
             raise
-        sys.exit(f"The command line needs {missing.name}: pip install typer rich")
+        sys.exit(f"The command line needs {missing.name}: pip install typer rich psutil")
     app.main()

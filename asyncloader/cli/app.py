@@ -89,15 +89,14 @@ def _loaded(target: str, arguments: list[str] | None) -> Iterator[Source]:
 def _of_script(path: Path, arguments: list[str]) -> Iterator[Source]:
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {str(path)!r}")
-    with first_loader(path, arguments, steps=_STEPS) as found:
-        if found is None:
+    with first_loader(path, arguments, steps=_STEPS) as (loader, step_s):
+        if loader is None:
             raise typer.BadParameter(f"{path} ended without reading from a loader; name a function of it: {path}:make")
-        if found.step_s is None:
-            yield Source(found.loader, None)
+        if step_s is None:
+            yield Source(loader, None)
         else:
-            step_s = found.step_s
             typer.echo(f"steps of {show_s(step_s).strip()}, as {path} takes, in place of its own", err=True)
-            yield Source(found.loader, lambda batch: time.sleep(step_s))
+            yield Source(loader, lambda batch: time.sleep(step_s))
 
 
 @app.command(context_settings=_UNKNOWN)

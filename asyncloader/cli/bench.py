@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.utils.data
 
 from asyncloader.cli.measure import Run, run
-from asyncloader.cli.report import Report
+from asyncloader.cli.report import Report, progress
 from asyncloader.cli.source import Source
 from asyncloader.errors import ConfigurationError
 from asyncloader.loader import DataLoader
@@ -81,34 +81,28 @@ def bench(source: Source, report: Report, *, seconds: float, rounds: int) -> Non
     """Let all take turns, and print medians; then what to write, and what limits ours."""
     sides: dict[str, Any] = {_TORCH: (torch.utils.data.DataLoader, {}), _OURS: (DataLoader, {})}
     sides |= {name: (DataLoader, options) for name, options in candidates(source).items()}
-    runs = _in_turns(source, report, sides, seconds, rounds)
+    runs = _in_turns(source, sides, seconds, rounds)
     title = f"medians of {rounds} runs of {seconds:g} s, taking turns; ratio to torch in the same round"
     report.table("sides", title, [_row(name, own, runs[_TORCH]) for name, own in runs.items()])
     _recommend(report, sides, {name: own for name, own in runs.items() if name not in (_TORCH, _OURS)})
     _judge(report, runs[_OURS])
 
 
-def _in_turns(
-    source: Source, report: Report, sides: dict[str, Any], seconds: float, rounds: int
-) -> dict[str, list[Run]]:
+def _in_turns(source: Source, sides: dict[str, Any], seconds: float, rounds: int) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {name: [] for name in sides}
-    with report.progress("running", rounds * len(sides)) as advance:
-        for number in range(rounds):
-            for name in list(runs):
-                kind, options = sides[name]
-                advance(name)
-                try:
-                    runs[name].append(run(source.make(kind, **options), source.step, seconds=seconds))
-                except (ConfigurationError, NotImplementedError):
-                    if name in (_TORCH, _OURS):  # the loader's own options
-                        raise
-                    del runs[name]
-            if not number:
-                least = _HOPELESS * max(own[0].rate for own in runs.values())
-                hopeless = [name for name, own in runs.items() if own[0].rate < least]
-                for name in hopeless:
-                    if name not in (_TORCH, _OURS):
-                        del runs[name]
+    for number, name in progress("running", [(number, name) for number in range(rounds) for name in sides]):
+        if number:
+            least = _HOPELESS * max(own[0].rate for own in runs.values() if own)
+            if name not in runs or (name not in (_TORCH, _OURS) and runs[name][0].rate < least):
+                runs.pop(name, None)
+                continue
+        kind, options = sides[name]
+        try:
+            runs[name].append(run(source.make(kind, **options), source.step, seconds=seconds))
+        except (ConfigurationError, NotImplementedError):
+            if name in (_TORCH, _OURS):  # the loader's own options
+                raise
+            del runs[name]
     return runs
 
 
@@ -144,8 +138,3 @@ def _judge(report: Report, ours: Sequence[Run]) -> None:
     stats = ours[-1].stats
     assert stats is not None
     report.say("verdict", f"asyncloader, within an epoch: {stats.verdict}", asdict(stats.verdict))
-    starts = statistics.median(one.waited_s / one.seconds for one in ours) - stats.waited_share
-    if starts > 0.05:
-        words = f"{starts:.0%} of the time went by between epochs, while workers started"
-        persistent = "" if stats.options.get("persistent_workers") else ": persistent_workers=True spares that"
-        report.say("starts", words + persistent, {"share": starts})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import platform
@@ -10,15 +11,14 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.utils.data
 
-from asyncloader.cli.report import Report
+from asyncloader.cli.report import Report, progress
 from asyncloader.loader import DataLoader
-from asyncloader.machine import memory_limits, private_bytes, usable_cores
+from asyncloader.machine import memory_limits, usable_cores
 from asyncloader.observe.activity import threaded_libraries
 
 _FEW_DESCRIPTORS = 1024
@@ -34,38 +34,19 @@ class Finding(NamedTuple):
     is_bad: bool = False
 
 
-class Probe(torch.utils.data.Dataset[torch.Tensor]):
-    """Batches of 4 MB, to see that workers start and deliver."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(1 << 20)
-
-
 def versions() -> Finding:
     """Python, torch, the loop."""
-    try:
-        loop = f"uvloop {importlib.metadata.version('uvloop')}"
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            "versions", _versions("asyncio"), "pip install uvloop: it passes on several times as many batches"
-        )
-    return Finding("versions", _versions(loop))
-
-
-def _versions(loop: str) -> str:
-    return f"Python {platform.python_version()}, torch {torch.__version__}, {loop}, {platform.system()}"
+    found = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}"
+    has_uvloop = importlib.util.find_spec("uvloop") is not None
+    advice = "pip install uvloop: it passes on several times as many batches" * (not has_uvloop)
+    return Finding("versions", f"{found}, {'uvloop' if has_uvloop else 'asyncio'}", advice)
 
 
 def cores() -> Finding:
     """Compare the cores that the process may use with those that the machine shows."""
     usable, shown = usable_cores(), os.cpu_count() or 1
-    if usable < shown:
-        advice = f"Choose num_workers by {usable}: affinity or a container allows no more."
-        return Finding("cores", f"{usable} of {shown}", advice)
-    return Finding("cores", str(usable))
+    advice = f"Choose num_workers by {usable}: affinity or a container allows no more." * (usable < shown)
+    return Finding("cores", f"{usable} of {shown}", advice)
 
 
 def torch_threads() -> Finding:
@@ -86,21 +67,7 @@ def memory() -> Finding:
     if left < _FEW_BYTES:
         advice = "Batches use at most half of what is free; what does not fit is copied through a socket, slowly."
         return Finding("memory", found, advice, is_bad=True)
-    if private_bytes() is None:
-        advice = "What a worker has to itself is not told here: max_tasks_per_child can renew workers that grow."
-        return Finding("memory", found, advice)
     return Finding("memory", found)
-
-
-def shared_memory() -> Finding:
-    """/dev/shm: torch's loader needs it, ours does not."""
-    try:
-        status = os.statvfs("/dev/shm")
-    except OSError:
-        return Finding("/dev/shm", "not there", "Our batches do not need it; torch's own loader does.")
-    size = status.f_frsize * status.f_blocks
-    advice = "" if size >= _FEW_BYTES else "Enough for asyncloader; torch's own loader wants docker run --shm-size=8g."
-    return Finding("/dev/shm", f"{size / 2**20:.0f} MiB", advice)
 
 
 def descriptors() -> Finding:
@@ -110,23 +77,6 @@ def descriptors() -> Finding:
         advice = f"ulimit -n {min(hard, 4096) if hard > 0 else 4096}: a worker takes 8 descriptors."
         return Finding("descriptors", f"{soft} at most", advice, is_bad=soft < 128)
     return Finding("descriptors", f"{soft} at most")
-
-
-def processes() -> Finding:
-    """Processes and threads allowed: by the user's limit, and by the cgroup."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limits = [soft] if soft >= 0 else []
-    try:
-        text = Path("/sys/fs/cgroup/pids.max").read_text().strip()
-        limits += [int(text)] if text != "max" else []
-    except (OSError, ValueError):
-        pass
-    if not limits:
-        return Finding("processes", "no limit")
-    if min(limits) < 256:
-        advice = "ulimit -u, or docker run --pids-limit: a worker and its helpers are about 4 processes and threads."
-        return Finding("processes", f"{min(limits)} at most", advice, is_bad=min(limits) < 64)
-    return Finding("processes", f"{min(limits)} at most")
 
 
 def start_method() -> Finding:
@@ -164,7 +114,8 @@ def workers() -> Finding:
     """Start two workers and get batches of them."""
     began = time.perf_counter()
     try:
-        for _ in DataLoader(Probe(), batch_size=1, num_workers=2, timeout=60):
+        batches = torch.utils.data.TensorDataset(torch.ones(4, 1 << 20))
+        for _ in DataLoader(batches, batch_size=1, num_workers=2, timeout=60):
             pass
     except Exception as error:
         return Finding("workers", f"{type(error).__name__}", str(error), is_bad=True)
@@ -176,9 +127,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     cores,
     torch_threads,
     memory,
-    shared_memory,
     descriptors,
-    processes,
     start_method,
     library_threads,
     pinning,
@@ -188,12 +137,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 def examine(report: Report) -> bool:
     """Look at everything and print it; whether nothing is bad."""
-    findings = []
-    with report.progress("looking", len(CHECKS)) as advance:
-        for check in CHECKS:
-            advance(check.__name__.replace("_", " "))
-            findings.append(check())
-    rows: list[dict[str, Any]] = [
+    findings = [check() for check in progress("looking", CHECKS)]
+    rows = [
         {"": "bad" if one.is_bad else "note" if one.advice else "ok", "what": one.what, "found": one.found}
         for one in findings
     ]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
+
+import psutil
 
 from asyncloader.observe.stats import LoaderStats
 
@@ -125,32 +124,17 @@ def _run(loader: Any, step: Callable[[Any], object] | None, patience: Patience, 
 
 def _cpu_s() -> float:
     """CPU seconds of this process, of children that have ended, and of descendants that live: workers may be kept."""
-    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    ticks = sum(sum(map(int, stat[11:15])) for stat in map(_stat, _descendants(os.getpid())) if stat)
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _stat(pid: int) -> list[str]:
-    """Return what the kernel tells of a process, from its state on; nothing of one that has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):  # it has ended meanwhile, or this is no Linux
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (thread / "children").read_text().split()):
-                yield child
-                yield from _descendants(child)
+    return _sum(lambda process: sum(process.cpu_times()[:4]))
 
 
 def tree_bytes() -> int:
     """Return what this process and its descendants take, shared pages in proportion; 0 where that cannot be told."""
-    total = 0
-    for pid in (os.getpid(), *_descendants(os.getpid())):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                total += int(line.split()[1]) * 1024 if line.startswith("Pss:") else 0
+    return int(_sum(lambda process: getattr(process.memory_full_info(), "pss", 0)))
+
+
+def _sum(read: Callable[[psutil.Process], float]) -> float:
+    own, total = psutil.Process(), 0.0
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            total += read(process)
     return total

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
+from rich.table import Table
+
+T = TypeVar("T")
 
 
 class Report:
@@ -24,21 +26,17 @@ class Report:
         self._found: dict[str, Any] = {}
 
     def table(self, name: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Show rows that have the same keys; strings to the left, figures to the right. None stays empty."""
+        """Show rows that have the same keys; strings to the left, figures to the right."""
         self._found[name] = [dict(row) for row in rows]
-        if self._as_json or not rows:
+        if self._as_json:
             return
-        cells = [[show(value) for value in row.values()] for row in rows]
-        right = [not isinstance(value, str) for value in rows[-1].values()]
-        heads = list(rows[0])
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
         print(title)
-        for row in [heads, *cells]:
-            padded = (
-                cell.rjust(width) if to_the_right else cell.ljust(width)
-                for cell, width, to_the_right in zip(row, widths, right, strict=True)
-            )
-            print("  " + "  ".join(padded).rstrip())
+        shown = Table(box=None)
+        for name, value in rows[0].items():
+            shown.add_column(name, justify="left" if isinstance(value, str) else "right")
+        for row in rows:
+            shown.add_row(*map(show, row.values()))
+        Console(width=1000, highlight=False, markup=False).print(shown)
 
     def say(self, name: str, text: str, value: Any = None) -> None:
         """Print a sentence. In JSON it is the text, or the value behind it."""
@@ -52,24 +50,15 @@ class Report:
             json.dump(self._found, sys.stdout, indent=1, default=str)
             print()
 
-    @contextmanager
-    def progress(self, what: str, total: int) -> Iterator[Any]:
-        """Show a bar on a terminal; yields what advances it, which takes a word about what is being done."""
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(what, total=total)
 
-            def advance(word: str) -> None:
-                bar.update(task, advance=1, description=f"{what}: {word}")
-
-            yield advance
+def progress(what: str, steps: Sequence[T]) -> Iterable[T]:
+    """Go through the steps; on a terminal a bar shows how far that is."""
+    console = Console(stderr=True)
+    return track(steps, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def show(value: Any) -> str:
     """Write down a value, a number with three digits or so."""
-    if value is None:
-        return ""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from unittest import mock
 
 import torch.utils.data
@@ -21,24 +21,8 @@ _LONGEST_S = 20.0  # of timing steps
 _TORCHS = torch.utils.data.DataLoader
 
 
-class FirstLoader(NamedTuple):
-    """The loader that a script iterates over first.
-
-    Attributes:
-        loader: The loader.
-        step_s: How long a step of the script takes, the median of those that were timed; None if none were.
-    """
-
-    loader: torch.utils.data.DataLoader[Any]
-    step_s: float | None
-
-
 class _Found(BaseException):
-    """Ends the script; not an Exception, which scripts catch."""
-
-    def __init__(self, found: FirstLoader) -> None:
-        super().__init__()
-        self.found = found
+    """Ends the script, with the loader and the seconds of a step; not an Exception, which scripts catch."""
 
 
 class _Timed:
@@ -110,12 +94,14 @@ class _Timed:
         if hasattr(self._batches, "close"):
             self._batches.close()
         del self._batches
-        raise _Found(FirstLoader(self._loader, statistics.median(self._times) if self._times else None))
+        raise _Found(self._loader, statistics.median(self._times) if self._times else None)
 
 
 @contextlib.contextmanager
-def first_loader(script: Path, arguments: Sequence[str], *, steps: int = 0) -> Iterator[FirstLoader | None]:
-    """Run a script until it asks a loader for its first batch, or until so many steps were timed.
+def first_loader(
+    script: Path, arguments: Sequence[str], *, steps: int
+) -> Iterator[tuple[torch.utils.data.DataLoader[Any] | None, float | None]]:
+    """Run a script until so many of its steps were timed.
 
     The script's output goes to stderr. Everything that the script does before its first batch is done. Inside the block
     the script is the main module, with its arguments: workers that are not forked import it.
@@ -123,10 +109,11 @@ def first_loader(script: Path, arguments: Sequence[str], *, steps: int = 0) -> I
     Args:
         script: The file.
         arguments: The script's arguments, for ``sys.argv``.
-        steps: How many of its steps are timed; 0 for none.
+        steps: How many of its steps are timed.
 
     Yields:
-        The loader, or None if the script has ended without asking one.
+        The loader, None if the script has ended without asking one; and how long a step takes, the median, in seconds,
+        None if none was timed.
     """
     main, argv, path = sys.modules["__main__"], sys.argv, sys.path[:]
     module = ModuleType("__main__")
@@ -135,47 +122,42 @@ def first_loader(script: Path, arguments: Sequence[str], *, steps: int = 0) -> I
     sys.argv = [str(script), *arguments]
     sys.path[:0] = [str(script.parent.resolve())]
     try:
-        yield _run(module, steps)
+        with _timing(steps), contextlib.redirect_stdout(sys.stderr):
+            exec(compile(script.read_bytes(), module.__file__, "exec"), module.__dict__)
+        loader, step_s = None, None
+    except _Found as found:
+        loader, step_s = found.args
+    except SystemExit:
+        loader, step_s = None, None
+    try:
+        yield loader, step_s
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = main, argv, path
 
 
-def _run(module: ModuleType, steps: int) -> FirstLoader | None:
-    own: dict[Any, Any] = {kind: kind.__iter__ for kind in (_TORCHS, DataLoader)}
-    own_aiter: Any = DataLoader.__aiter__
+@contextlib.contextmanager
+def _timing(steps: int) -> Iterator[None]:
+    """Have all loaders time their steps."""
+    own = _TORCHS.__iter__, DataLoader.__iter__, DataLoader.__aiter__
     inside = False
 
-    def begin(loader: torch.utils.data.DataLoader[Any]) -> Any:
+    def begin(loader: Any) -> Any:
         nonlocal inside
         if inside:  # ours calls torch's
-            return own[_TORCHS](loader)
-        if not steps:
-            raise _Found(FirstLoader(loader, None))
+            return own[0](loader)
         inside = True
         try:
-            batches = own[DataLoader if isinstance(loader, DataLoader) else _TORCHS](loader)
+            return _Timed(loader, own[isinstance(loader, DataLoader)](loader), steps)
         finally:
             inside = False
-        return _Timed(loader, batches, steps)
 
-    def abegin(loader: torch.utils.data.DataLoader[Any]) -> Any:
-        if not steps:
-            raise _Found(FirstLoader(loader, None))
-        return _Timed(loader, own_aiter(loader), steps)
+    def abegin(loader: Any) -> Any:
+        return _Timed(loader, own[2](loader), steps)
 
-    assert module.__file__ is not None
-    code = compile(Path(module.__file__).read_bytes(), module.__file__, "exec")
-    try:
-        with contextlib.ExitStack() as replaced, contextlib.redirect_stdout(sys.stderr):
-            for kind, name, function in (
-                (_TORCHS, "__iter__", begin),
-                (DataLoader, "__iter__", begin),
-                (DataLoader, "__aiter__", abegin),
-            ):
-                replaced.enter_context(mock.patch.object(kind, name, function))
-            exec(code, module.__dict__)
-    except _Found as found:
-        return found.found
-    except SystemExit:
-        return None
-    return None
+    patch = mock.patch.object
+    with (
+        patch(_TORCHS, "__iter__", begin),
+        patch(DataLoader, "__iter__", begin),
+        patch(DataLoader, "__aiter__", abegin),
+    ):
+        yield

@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from asyncloader.threads import kernel_stat
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _OURS = "asyncloader"
 _THREADED = (
@@ -55,8 +57,7 @@ def activity(folder: Path) -> Activity | None:
         folder: Its folder in /proc.
     """
     try:
-        # The name, in parentheses, may contain anything. Of the fields behind it: state, utime, stime, starttime.
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        fields = kernel_stat(folder)  # state, then, among others, utime, stime and starttime
         cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
         waits_in = _read(folder / "wchan")
         return Activity(fields[0], "" if waits_in == "0" else waits_in, cpu_s, int(fields[19]))
