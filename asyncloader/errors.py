@@ -220,13 +220,13 @@ def last_words(output: str | bytearray) -> str:
 
 
 def died(
-    pid: int, exitcode: int | None, keys: Sequence[Any], tries: int, output: str, node: str = "", note: str = ""
+    pid: int, exitcode: int | None, keys: Sequence[Any], tries: int, output: str, note: str = ""
 ) -> WorkerDiedError:
-    """Build the error for a worker that died with work in hand, or was lost with this node.
+    """Build the error for a worker that died with work in hand.
 
     The ``note`` says what can be done about it. Batches of a stream have no indices.
     """
-    parts = [f"DataLoader worker (pid {pid}) is lost with node {node}." if node else describe_death(pid, exitcode)]
+    parts = [describe_death(pid, exitcode)]
     are_of_a_stream = all(map(_is_of_a_stream, keys))
     if keys and are_of_a_stream:
         parts.append(f"It was reading an iterable dataset, and {len(keys)} batches were asked of it.")

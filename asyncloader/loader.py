@@ -111,8 +111,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_retries: How often a batch is run again; then WorkerDiedError or BatchTimeoutError is raised, and the next
             batch follows.
         worker_backend: "process" or "thread". Workers are threads too with a context that starts threads instead of
-            processes, as MONAI's does. :class:`asyncloader.ray.RayWorkers`, or "ray" for its defaults, has workers on
-            other machines as well, beside the ``num_workers`` of this one.
+            processes, as MONAI's does. :class:`asyncloader.ray.RayWorkers` brings workers on other machines, as many as
+            it says: ``num_workers`` is theirs then, and left out here.
         trace: File to write a timeline of all runs to, for Perfetto or ``asyncloader trace FILE``.
         snapshot_every_n_steps: How often the state of a dataset is taken, where it provides one: after so many batches,
             or less often where that would cost more than a fiftieth of the time. A resume makes the batches since then
@@ -121,7 +121,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         equal_steps: For iterable datasets that give ranks different numbers of batches: "drop" leaves
             out what not all have; "pad" has a rank repeat its last batch until all are at their end. They agree some
             steps ahead and hold up to 17 batches for it. All have to begin, leave and resume a run at the same step.
-        max_workers: How many ``num_workers="auto"`` may come to on this machine. By default as many as there are cores
+        max_workers: How many ``num_workers="auto"`` may come to. By default as many as there are cores
             for this process (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many
             there are); four times that while workers mostly wait.
         max_tasks_per_child: Have another worker take the place of each that has made so many batches, for libraries
@@ -191,16 +191,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         device_prefetch: int = 1,
         device_transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        seen = num_workers != 0 or isinstance(_backend(worker_backend), str)  # by torch, which knows of no provider
+        self.worker_backend = worker_backend
+        num_workers = _brought(worker_backend, num_workers)
         with one_walks(dataset):
             super().__init__(
                 cast(Dataset[T_co], dataset), batch_size, shuffle, *_accept(dataset, sampler, batch_sampler, shuffle),
                 first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
-                multiprocessing_context, generator, in_order=in_order, persistent_workers=persistent_workers and seen,
-                pin_memory_device=pin_memory_device, prefetch_factor=prefetch_factor if seen else None)  # fmt: skip
-        if not seen:
-            vars(self).update(prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
-        self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
+                multiprocessing_context, generator, in_order=in_order, persistent_workers=persistent_workers,
+                pin_memory_device=pin_memory_device, prefetch_factor=prefetch_factor)  # fmt: skip
+        self.concurrency, self.max_buffered_bytes = concurrency, max_buffered_bytes
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
         self.on_timeout, self.on_crash, self.scheduling, self.seeding = on_timeout, on_crash, scheduling, seeding
         self.max_retries, self.seeding_rank = max_retries, seeding_rank
@@ -227,7 +226,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         _import_iterators()
         options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED}
-        options["worker_backend"] = _backend(self.worker_backend)
         options["max_worker_memory"] = as_bytes("max_worker_memory", self.max_worker_memory)
         if last is not None and all(getattr(last, name) is option for name, option in options.items()):
             return last
@@ -273,8 +271,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return cast("BaseIterator[T_co]", taken)
 
     def check_worker_number_rationality(self) -> None:
-        """Warn, as torch does, of more workers than cores; unless the number looks after itself."""
-        if not isinstance(self.num_workers, AutoWorkers):
+        """Warn, as torch does, of more workers than cores; unless the number looks after itself, or is of others."""
+        if isinstance(self.worker_backend, str) and not isinstance(self.num_workers, AutoWorkers):
             super().check_worker_number_rationality()
 
     def _begin_with_kept_workers(self) -> WorkerIterator[T_co] | None:
@@ -433,10 +431,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Order and content of the batches do not change by it. A new worker takes part when it has opened its copy
         of the dataset; a worker that leaves finishes the batches that it has. For map-style datasets without a state of
         their own, and ``seeding="batch"`` or "sample". Call it in the thread that iterates. Does not wait, and ends
-        ``num_workers="auto"``. The number of workers on other machines is that of ``worker_backend``.
+        ``num_workers="auto"``.
 
         Args:
-            num_workers: On this machine; at least 1.
+            num_workers: At least 1.
 
         Raises:
             ConfigurationError: if the number cannot change; it says why.
@@ -562,18 +560,21 @@ OPTIONS = {
 """What :class:`DataLoader` takes beyond torch's arguments."""
 
 
-def _backend(worker_backend: Any) -> Any:
-    """Return what a user gives as `worker_backend`: "process", "thread", or an object that brings workers.
+def _brought(worker_backend: Any, num_workers: Any) -> Any:
+    """Return how many workers a loader is made with: where an object brings them, as many as it says.
 
     Raises:
-        ConfigurationError: for an object that brings none.
+        ConfigurationError: for an object that brings none, and for another number.
     """
-    if worker_backend == "ray":
-        from asyncloader.ray import RayWorkers
-
-        return RayWorkers()
-    if not isinstance(worker_backend, str) and not hasattr(worker_backend, "make_backend"):
+    if isinstance(worker_backend, str):
+        return num_workers
+    if isinstance(worker_backend, type) or not hasattr(worker_backend, "make_backend"):
         raise ConfigurationError(
-            f'worker_backend should be "process", "thread", "ray" or RayWorkers(...), but got {worker_backend!r}'
+            f'worker_backend should be "process", "thread" or RayWorkers(...), but got {worker_backend!r}'
         )
-    return worker_backend
+    if num_workers not in (0, worker_backend.num_workers):
+        raise ConfigurationError(
+            f"the workers are those of {worker_backend!r}, and there are no others beside them: leave num_workers out, "
+            f"but got {num_workers!r}"
+        )
+    return worker_backend.num_workers

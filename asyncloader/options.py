@@ -30,7 +30,7 @@ Seeding = Literal["batch", "worker", "sample"]
 OnError = Literal["raise", "skip", "replace"]
 OnTimeout = Literal["raise", "retry", "skip"]
 OnCrash = Literal["raise", "retry", "skip"]
-WorkerBackend = Literal["process", "thread", "ray"]
+WorkerBackend = Literal["process", "thread"]
 EqualSteps = Literal["drop", "pad"]
 
 MAX_BUFFERED_BYTES = 64 << 20
@@ -212,7 +212,7 @@ class Options:
     @property
     def has_workers(self) -> bool:
         """Whether batches are made by workers."""
-        return self.num_workers > 0 or self.provider is not None
+        return self.num_workers > 0
 
     @property
     def provider(self) -> WorkerProvider | None:
@@ -221,15 +221,18 @@ class Options:
 
     @property
     def num_at_start(self) -> int:
-        """How many workers a run begins with. Without workers it is 1: the portal's loop makes the batches."""
-        if self.provider is None:
-            return max(1, self.num_workers)
-        return self.num_workers + self.provider.num_fixed(self)
+        """How many workers a run begins with. Without workers it is 1: the portal's loop makes the batches.
+
+        Workers that a provider brings may not come for long. Where any worker can make a batch, they join as they come.
+        """
+        if self.provider is not None and not self.why_workers_stay:
+            return 0
+        return max(1, self.num_workers)
 
     @property
     def num_expected(self) -> int:
         """How many workers were asked for, those that are yet to come included."""
-        return self.num_workers + ((self.provider.num_workers or 0) if self.provider is not None else 0)
+        return self.num_workers
 
     @property
     def prefetch(self) -> int:
@@ -260,10 +263,7 @@ class Options:
         """Raise a ConfigurationError if there cannot be so many workers, in the middle of a run or between two."""
         at_least("num_workers", num_workers, least=1)
         if not self.num_workers:
-            here = " on this machine" * (self.provider is not None)
-            raise ConfigurationError(f"this loader has no workers{here}: make one with num_workers=1, or more")
-        if self.provider is not None:
-            self.provider.check_num_workers(self, num_workers)
+            raise ConfigurationError("this loader has no workers: make one with num_workers=1, or more")
         if why := self.why_workers_stay:
             hint = " (set loader.num_workers between runs)" * self.is_iterable
             raise ConfigurationError(f"the number of workers cannot change while they are at work: {why}{hint}")

@@ -379,40 +379,25 @@ def makes_processes(context: BaseContext | None) -> bool:
 
 
 class WorkerProvider(Protocol):
-    """An object that is given as ``worker_backend``: it brings workers, beside local ones or instead of them.
+    """An object that is given as ``worker_backend``: it brings the workers.
 
     :class:`asyncloader.ray.RayWorkers` is one.
     """
 
     @property
-    def num_workers(self) -> int | None:
-        """How many workers it is to bring; None for as many as it can."""
-
-    @property
-    def max_workers(self) -> int | None:
-        """The most workers that it may bring where `num_workers` is None; None for any number."""
+    def num_workers(self) -> int:
+        """How many workers it brings, at the beginning."""
 
     def check(self, options: Any) -> None:
         """Raise a ConfigurationError if its workers cannot do what a loader's options ask for."""
 
-    def check_num_workers(self, options: Any, num_workers: int) -> None:
-        """Raise a ConfigurationError if it leaves no room for so many local workers."""
-
-    def num_fixed(self, options: Any) -> int:
-        """Return how many of its workers a run begins with, because workers cannot come and go; otherwise 0."""
-
-    def make_backend(
-        self, options: Any, spec: Any, loop: Any, traffic: Any, num_wanted: int | None, make_local: Callable[[], Any]
-    ) -> Any:
+    def make_backend(self, options: Any, spec: Any, loop: Any) -> Any:
         """Make a `Backend`.
 
         Args:
             options: The options of the loader.
             spec: The dataset, collation and options that the workers use.
             loop: The portal's, guarded.
-            traffic: Counts what comes over the network.
-            num_wanted: How many workers it is to bring at the beginning, where the number looks after itself.
-            make_local: Makes the backend of the local workers.
 
         Raises:
             Exception: as pickling the dataset raises it, or whatever finds room for workers.

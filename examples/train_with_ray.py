@@ -1,4 +1,4 @@
-"""Train with workers on this machine and on the nodes of a Ray cluster, and lose a node on the way.
+"""Train with workers on the nodes of a Ray cluster, and lose a node on the way.
 
 python examples/train_with_ray.py                 # a cluster of two nodes on this machine, one of which is killed
 python examples/train_with_ray.py --address auto  # the cluster that this machine is a node of; nothing is killed
@@ -61,8 +61,7 @@ def main() -> None:
         Waves(),
         batch_size=32,
         shuffle=True,
-        num_workers=1,  # on this machine
-        worker_backend=RayWorkers(num_workers=4),  # on the nodes
+        worker_backend=RayWorkers(4),
         persistent_workers=True,
         scheduling="dynamic",
     )
@@ -79,7 +78,7 @@ def main() -> None:
             optimizer.step()
             seen[epoch] += len(waves)
             makers |= set(pids.tolist())
-            if len(nodes) > 1 and step % 10 == 9 and loader.stats().num_workers == 5:  # all are there: lose some
+            if len(nodes) > 1 and step % 10 == 9 and loader.stats().num_workers == 4:  # all are there: lose some
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
                 print("a node was killed")
         print(f"epoch {epoch}: loss {loss.item():.3f}, {loader.stats().num_workers} workers at its end")

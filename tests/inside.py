@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -228,59 +227,6 @@ def turn_put_back() -> Iterator[None]:
         yield
     finally:
         turns._turn = before
-
-
-# ------------------------------------------------------------------------------------------------- other machines
-def launcher(pool: Any) -> Any:
-    """Return what launches the agents of a pool."""
-    return pool._launcher
-
-
-def door(pool: Any) -> Any:
-    """Return the door that agents of a pool come in by."""
-    return pool.fleet._door
-
-
-def strangers(door: Any) -> list[Any]:
-    """Return those at a door who have yet to prove themselves."""
-    return [*door._strangers]
-
-
-def end_stranger(door: Any, stranger: Any) -> None:
-    """Tell a door how the proof of a stranger has ended."""
-    door._on_end(socket.socket(), "somewhere", stranger)
-
-
-def transport(link: Any) -> Any:
-    """Return the transport of a link, which takes bytes that are no frames."""
-    return link._transport
-
-
-def frames_underway(traffic: Any) -> int:
-    """Return how many large frames have come in part."""
-    count: int = traffic._open
-    return count
-
-
-def link(pool: Any, agent: Any, line: Any) -> None:
-    """Have an agent of a pool come in by this connection."""
-    agent.link, pool.fleet._linked[line] = line, agent
-
-
-def set_access(pool: Any, access: Any) -> None:
-    """Have a pool let agents in by other rules."""
-    pool.fleet._access = access
-
-
-def failed_starts(pool: Any) -> int:
-    """Return how many agents in a row have failed to start."""
-    count: int = pool._failed_starts
-    return count
-
-
-def timer_of_the_end(pool: Any) -> Any:
-    """Return the timer after which agents that have not ended are killed; None if there was none."""
-    return pool.fleet._last
 
 
 # ------------------------------------------------------------------------------------------------- renewal

@@ -52,7 +52,7 @@ class Whims:
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
-        self.num_workers, self.most_here = 2, 99
+        self.num_workers = 2
         self.due = 0.0
         self.reason = "a whim"
 

@@ -26,19 +26,13 @@ class Listener(Protocol):
     """The supervisor, as a backend sees it: it is told of outcomes, and of workers that come and go."""
 
     def on_ready(self, worker: int) -> None:
-        """The worker has opened the dataset. If it has no part in the run yet, asked for or not, it has from now on."""
+        """The worker has opened the dataset. If it has no part in the run yet, it has from now on."""
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """The outcome of a ticket has come, and began to be read at this time."""
 
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker ended on its own: what it was at may be to blame, and another is put in its place."""
-
-    def on_left(self, worker: int) -> None:
-        """The worker wants to go: it gets no more tickets, and is dismissed when those in its hands are done."""
-
-    def on_lost(self, worker: int) -> None:
-        """The worker has gone, and nothing that it was at is to blame: others do it. Its place is free already."""
 
     def on_prepared(self, worker: int) -> None:
         """The process that was prepared for the place of this worker has opened the dataset, or has ended."""
@@ -54,7 +48,6 @@ class Backend(Protocol):
     """The workers of one iterator, in their places by id.
 
     The session says how many there are: `start` makes the first, `add` others at any time, `dismiss` lets one go.
-    A backend whose workers come and go by themselves tells of it: `Listener.on_ready`, `on_left`, `on_lost`.
     """
 
     listener: Listener | None

@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 from asyncloader.backends.backend import Listener
 from asyncloader.backends.worker import Worker
 from asyncloader.messages.copied_dataset import CopiedDataset
-from asyncloader.messages.messages import EpochSpec, WorkerSpec
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
+from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker)
@@ -63,9 +64,21 @@ class BasePool(Generic[AnyWorker]):
         waits = [worker.wait_dead(max(0.0, deadline - time.monotonic())) for worker in self._everyone()]
         return all(waits)
 
-    def on_message(self, worker: AnyWorker, kind: int, body: Any, arrived_at: float) -> None:
-        """Take a message from a worker, which came at this time."""
-        raise NotImplementedError
+    def on_message(self, worker: AnyWorker, kind: int, contents: Any, arrived_at: float) -> None:
+        """Take a message from a worker, which came at this time; for nobody it is dropped."""
+        listener = self.listener
+        if listener is None or not worker.is_alive or self.processes.get(worker.worker_id) is not worker:
+            return
+        if kind in OUTCOMES:
+            if contents.record.epoch == self._epoch.number:
+                listener.on_outcome(worker.worker_id, contents, arrived_at)
+        elif kind == Kind.READY:
+            worker.is_ready = True
+            listener.on_ready(worker.worker_id)
+        elif kind == Kind.AWAITS:
+            worker.on_awaits(contents)
+        elif kind == Kind.ENDING:
+            worker.put(Kind.CONFIRM, contents)
 
     def on_exit(self, worker: AnyWorker, expected: bool) -> None:
         """A worker is gone, or was abandoned. Its messages have been given to `on_message` before."""

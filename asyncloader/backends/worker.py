@@ -6,6 +6,7 @@ import asyncio
 import enum
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from asyncloader.observe.activity import Activity
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -21,7 +22,7 @@ class WorkerState(enum.Enum):
 
 
 class Worker:
-    """A worker: a process, a thread, or a process on another machine. On the loop thread, but for `wait_dead`.
+    """A worker: a process, a thread, or what a provider brings. On the loop thread, but for `wait_dead`.
 
     Args:
         worker_id: From 0; stays when another worker takes its place.
@@ -55,11 +56,6 @@ class Worker:
         self._stack_timer: asyncio.TimerHandle
 
     @property
-    def node(self) -> str:
-        """The machine that it is on; "" for this one."""
-        return ""
-
-    @property
     def is_alive(self) -> bool:
         """Whether it is there."""
         return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
@@ -80,6 +76,10 @@ class Worker:
 
     def kill(self) -> None:
         """End it at once."""
+        raise NotImplementedError
+
+    def put(self, kind: int, contents: Any) -> None:
+        """Send it a message."""
         raise NotImplementedError
 
     def activity(self) -> Activity | None:

@@ -110,7 +110,7 @@ class Vacate(NamedTuple):
 
 
 class Postpone(NamedTuple):
-    """Have others do the work of this worker, and start it after so many seconds: there was no room for a process."""
+    """Have others do the work of this worker, and start it after so many seconds: there is no room for it."""
 
     worker: int
     rest_s: float

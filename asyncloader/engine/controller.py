@@ -9,9 +9,6 @@ if it waits then, they come back. Both times get longer each time, and are forgo
 
 More have helped if the trainer gets more, or if workers make more: what they make may wait for batches that a few had
 been given before the others came, and for some seconds the trainer gets no more than those few make.
-
-Where workers may be on other machines too, the cores here are no bound, and all of these workers share one way to the
-trainer: if the trainer waits and workers are idle, that is full, and those that are too many go.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ _FULL = 0.9
 """Where all cores are in use for more than this share of the time, more workers would only share them."""
 
 _HELPED = 0.75
-_HELPED_ELSEWHERE = 0.4
-"""More workers have helped if this share of what they might have added has been added; other machines may be slower."""
+"""More workers have helped if this share of what they might have added has been added."""
 
 _UNSURE = 1.1
 """What comes of so few batches is known to within so much."""
@@ -58,7 +54,6 @@ _LONGEST_PATIENCE_S = 300.0
 """What did not help is not tried again for so long; each time for twice as long."""
 
 _LATE_S = 5.0
-_LATE_ON_NODES_S = 60.0
 """Workers that have not come after this time are not waited for any more."""
 
 
@@ -122,24 +117,20 @@ class Controller:
             workers have several batches in work at once, and how long one takes says nothing of how busy they are.
         num_workers: To begin with.
         cores: The cores of this machine, for workers and trainer.
-        max_on_nodes: The most on other machines.
 
     Attributes:
         num_workers: How many there should be.
-        most_here: How many of them this machine can use.
         due: When `observe` is worth calling again; on the clock of the loads.
         reason: The reason of the last change.
     """
 
-    def __init__(self, options: Options, num_workers: int, cores: int, max_on_nodes: int = 0) -> None:
+    def __init__(self, options: Options, num_workers: int, cores: int) -> None:
         self.num_workers = num_workers
-        self.most_here = options.most_waiting
         self.due = 0.0
         self.reason = ""
         self._most = {True: options.most_computing, False: options.most_waiting}
         self._cores = cores
         self._overlaps = options.overlaps
-        self._max_on_nodes = max_on_nodes
         self._now = 0.0
         self._changed_at: float | None = None  # until those that are to come or go have done so
         self._first: Load | None = None  # where the window begins
@@ -162,8 +153,7 @@ class Controller:
 
     def limit(self, count: int) -> None:
         """This machine has no room for more than so many, whatever the reason."""
-        self.most_here = count
-        self.num_workers = min(self.num_workers, count + self._max_on_nodes)
+        self.num_workers = min(self.num_workers, count)
         self._trial, self._changed_at = None, self._now
 
     def observe(self, load: Load) -> None:
@@ -193,10 +183,7 @@ class Controller:
         self._first = None
         if self._changed_at is None:
             self._changed_at = load.at_s
-        late_s = _LATE_ON_NODES_S if self._max_on_nodes else _LATE_S
-        if load.at_s - self._changed_at > late_s and load.num_workers > 0:
-            if self._max_on_nodes and load.num_workers < self.num_workers:
-                self._ceiling = self._ceiling.again(self.num_workers, self._now)
+        if load.at_s - self._changed_at > _LATE_S and load.num_workers > 0:
             self.num_workers, self.reason = load.num_workers, "no more have come"
             self._changed_at = self._trial = None
 
@@ -217,12 +204,11 @@ class Controller:
         is_waiting = window.waits > _WAITS
         if trial is not None and is_waiting and self._take_back(*trial, window):
             return
-        most_here = self._most[window.cpu > 0.5 * window.work]
-        self.most_here = min(self.most_here, most_here)
-        if self.num_workers > most_here + self._max_on_nodes:
-            self._change(most_here + self._max_on_nodes, "there are no more cores for workers that compute")
+        most = self._most[window.cpu > 0.5 * window.work]
+        if self.num_workers > most:
+            self._change(most, "there are no more cores for workers that compute")
         elif is_waiting:
-            self._more(window, most_here)
+            self._more(window, most)
         else:
             wanted = self.num_workers - 1 if self._overlaps else math.ceil(window.work * window.rate * _SPARE)
             self._fewer(window, wanted, "fewer are enough")
@@ -236,8 +222,7 @@ class Controller:
             self._floor = self._floor.again(earlier, self._now)
             self._change(earlier, "training waits with fewer")
             return True
-        helped = _HELPED_ELSEWHERE if count > self.most_here else _HELPED
-        if gained >= 1 + helped * (count / earlier - 1) - 1 / was.taken - 1 / window.taken:
+        if gained >= 1 + _HELPED * (count / earlier - 1) - 1 / was.taken - 1 / window.taken:
             return False
         if not self._is_doubtful:  # what held this window up may have been something else
             self._is_doubtful, self._trial = True, (earlier, was)
@@ -250,24 +235,20 @@ class Controller:
         self._change(enough, "more did not help")
         return True
 
-    def _more(self, window: Window, most_here: int) -> None:
+    def _more(self, window: Window, most: int) -> None:
         """The trainer waits: have more workers, if they would be at work."""
         count, busy = self.num_workers, window.work * window.makes / self.num_workers
         if busy < _BUSY and not self._overlaps:
-            if self._max_on_nodes:  # what is between the workers and the trainer is full
-                self._fewer(window, math.ceil(count * busy * _SPARE), f"workers are idle {1 - busy:.0%}")
             return
         self._calm = 0
-        floor = 0.0 if self._max_on_nodes else (window.cpu + window.main_cpu) / self._cores  # seconds, with all cores
+        floor = (window.cpu + window.main_cpu) / self._cores  # seconds, with all cores
         if floor * window.makes > _FULL:
             return
-        most = most_here + self._max_on_nodes
         if self._now < self._ceiling.until_s:
             most = min(most, self._ceiling.workers - 1)
         enough = 4 * count if self._overlaps else math.ceil(window.work / max(window.train, floor, 1e-6) - 0.05)
         wanted = min(most, 4 * count, max(count + 1, enough))
         if wanted > count:
-            self.most_here = most_here
             self._trial = count, window
             self._change(wanted, f"training waits {window.waits:.0%} of its time")
 

@@ -138,7 +138,9 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------------ deaths
 
-    def died(self, process: Worker, start: WorkerStart | None, *, is_active: bool) -> Sequence[Vacate | GiveUp]:
+    def died(
+        self, process: Worker, start: WorkerStart | None, *, is_active: bool
+    ) -> Sequence[Vacate | GiveUp | Postpone]:
         """The worker's process ended on its own.
 
         Args:
@@ -146,8 +148,10 @@ class Recovery:
             start: Where another one would begin, if it held a place in the data.
             is_active: The worker had not come to the end of its data.
         """
-        if process.was_set_up and not process.is_lost:
+        if process.was_set_up:
             log.warning("%s%s", describe_death(process.pid, process.exitcode), last_words(process.output))
+        if process.is_lost and not self._options.why_workers_stay:  # there may be no room for another one
+            return [Postpone(process.worker_id, self._count_loss())]
         is_blamed = process.is_ready and not process.is_lost  # for what it was at
         self._failed_starts += not (process.is_ready or process.is_lost)
         if not is_active:  # only a later run needs another
@@ -183,15 +187,6 @@ class Recovery:
         if count > _MOST_LAUNCHES:
             return [GiveUp(error)]
         return [Vacate(worker, lambda tickets: error, was_ready=False, rest_s=min(rest_s, _LONGEST_REST_S))]
-
-    def leaves(self, process: Worker, start: WorkerStart | None) -> Sequence[Discard | Vacate]:
-        """The worker's machine is about to go: have another one begin where it is, if somebody knows where that is."""
-        if not self._can_replace(start):
-            words = "Worker %d on node %s is to leave, and stays as long as it can. %s"
-            log.warning(words, process.worker_id, process.node, _NOT_REPLACED)
-            return []
-        worker = process.worker_id
-        return [Discard(worker), Vacate(worker, partial(_death, process), was_ready=False)]
 
     def fill(self, process: Worker, start: WorkerStart | None) -> Sequence[Vacate | Replace]:
         """Another run has begun, and this worker, which was lost before, has no process."""
@@ -266,8 +261,7 @@ def _death(process: Worker, tickets: Sequence[Ticket], note: str = "") -> Except
     """Make the error for tickets that are given up because their worker died."""
     keys = [ticket.keys for ticket in tickets]
     tries = tickets[0].tries if tickets else 1
-    node = process.node if process.is_lost else ""
-    return died(process.pid, process.exitcode, keys, tries, process.output.decode(errors="replace"), node, note)
+    return died(process.pid, process.exitcode, keys, tries, process.output.decode(errors="replace"), note)
 
 
 def _failed_starts(process: Worker, count: int) -> WorkerStartError:

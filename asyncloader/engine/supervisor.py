@@ -41,7 +41,7 @@ from asyncloader.engine.outbox import Outbox
 from asyncloader.engine.recovery import Overdue, Recovery
 from asyncloader.engine.run import Run
 from asyncloader.engine.workforce import Workforce
-from asyncloader.errors import BatchTimeoutError, describe_death, last_words, timed_out
+from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, last_words, timed_out
 from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.messages.outcome import Outcome
 from asyncloader.options import Options
@@ -61,14 +61,11 @@ class Auto(NamedTuple):
 
     Attributes:
         controller: Decides how many there are to be.
-        place: Is told how many, and how many of them this machine can use; returns how many are to be started here. The
-            others come by themselves, from other machines. None: the number is the user's again.
-        tell: Is told how many there are to be here, and in all.
+        tell: Is told how many there are to be.
     """
 
     controller: Controller
-    place: Callable[[int | None, int], int]
-    tell: Callable[[int, int], None]
+    tell: Callable[[int], None]
 
 
 class CarriesOut(Protocol):
@@ -120,7 +117,6 @@ class Supervisor:
         self.recovery = Recovery(options)
         self.workforce = Workforce(options)
         self.outbox = Outbox(pool, self.workforce)
-        self._stays = bool(options.why_workers_stay)
         self._loop = loop
         self._pool = pool
         self._spare: Worker | None = None  # for the place of the worker that is to be renewed
@@ -150,8 +146,6 @@ class Supervisor:
     def begin_run(self) -> None:
         """A run has begun with workers that are there: fill places, and have those go that are not wanted."""
         run, processes = self.session.run, self._pool.processes
-        for worker in processes:
-            self._note_node(worker)
         without_process = {*self._rests, *self.recovery.take_vacant()}
         self.stop()
         for worker in without_process:
@@ -188,7 +182,6 @@ class Supervisor:
         """A worker has opened the dataset."""
         session, scheduler = self.session, self.session.run.scheduler
         self.recovery.ready()
-        self._note_node(worker)
         if worker not in scheduler.active:
             self.workforce.reset(worker)  # its id may have been another's
         if self._is_at_work:
@@ -200,7 +193,7 @@ class Supervisor:
             return
         run = self.session.run
         is_active = worker in run.scheduler.active
-        if is_active or not self.workforce.is_coming(worker):
+        if is_active or process.is_lost or not self.workforce.is_coming(worker):
             self.session.apply(self.recovery.died(process, run.start_of(worker), is_active=is_active))
             return
         why = describe_death(process.pid, process.exitcode) + last_words(process.output)
@@ -208,21 +201,8 @@ class Supervisor:
         self.workforce.lose(worker)
         self._pool.dismiss(worker, 0.0)
         self._have_others_do(worker)
-
-    def on_left(self, worker: int) -> None:
-        """A worker wants to go."""
-        session, scheduler = self.session, self.session.run.scheduler
-        if not self._stays:
-            actions = self.workforce.leave(worker, scheduler.roster)
-            session.apply(actions if self._is_at_work else [])
-        elif self._is_at_work and worker in scheduler.active:
-            session.apply(self.recovery.leaves(self._pool.processes[worker], session.run.start_of(worker)))
-
-    def on_lost(self, worker: int) -> None:
-        """A worker has gone, and nothing that it was at is to blame."""
-        self.workforce.lose(worker)
-        self._cancel_rest(worker)
-        self._have_others_do(worker)
+        if not self.workforce.members:  # a run that began without workers never gets one
+            self.session.apply([GiveUp(WorkerStartError(f"No worker could be started. {why}"))])
 
     def on_prepared(self, worker: int) -> None:
         """The process that was prepared for the place of this worker has opened the dataset, or has ended."""
@@ -275,15 +255,13 @@ class Supervisor:
         return None
 
     def resize(self, num_workers: int) -> None:
-        """Have so many workers from now on, beside those that come from other machines: nobody looks after it now."""
-        if self.auto is not None:
-            self.auto.place(None, 0)
-            self.auto = None
-        self._want(num_workers, num_workers)
+        """Have so many workers from now on: nobody looks after their number any more."""
+        self.auto = None
+        self._want(num_workers)
 
-    def _want(self, num_workers: int, in_all: int) -> None:
+    def _want(self, num_workers: int) -> None:
         self.workforce.want(num_workers)
-        self.recovery.num_workers = in_all
+        self.recovery.num_workers = num_workers
         self._settle()
 
     def _settle(self) -> None:
@@ -303,19 +281,17 @@ class Supervisor:
 
     def _look_how_many(self, auto: Auto, now: float) -> None:
         controller, run, here = auto.controller, self.session.run, len(self.workforce.wanted)
-        before, most_here = controller.num_workers, controller.most_here
+        before = controller.num_workers
         controller.observe(run.meter.load(now, run.scheduler.roster.num_takers))
-        if (more := min(controller.num_workers, controller.most_here) - here) > 0:
+        if (more := controller.num_workers - here) > 0:
             each = max([_WORKER_BYTES, *run.meter.private_bytes().values()])
             room = available_bytes() - total_bytes() // 20
             if room < more * each:
                 controller.limit(here + max(0, room // each))
-        if (wanted := controller.num_workers) != before or most_here != controller.most_here:
-            here = auto.place(wanted, controller.most_here)
-            if wanted != before:
-                log.info('num_workers="auto": %d in place of %d: %s', wanted, before, controller.reason)
-            self._want(here, wanted)
-            auto.tell(here, wanted)
+        if (wanted := controller.num_workers) != before:
+            log.info('num_workers="auto": %d in place of %d: %s', wanted, before, controller.reason)
+            self._want(wanted)
+            auto.tell(wanted)
 
     def look_at_renewal(self, now: float, *, begins: bool = False) -> None:
         """See whether a worker is to be renewed, and how far that is.
@@ -391,7 +367,6 @@ class Supervisor:
             case Start(worker):
                 self._start(worker)
             case Join(worker):
-                self._note_node(worker)
                 self.session.apply(self.session.run.scheduler.joined(worker))
             case Leave(worker):
                 self._leave(worker)
@@ -460,9 +435,11 @@ class Supervisor:
         self.session.apply(self.recovery.not_launched(worker, error, is_needed=is_needed))
 
     def _postpone(self, action: Postpone) -> None:
-        """Go on without a worker that there is no room for now."""
+        """Go on without a worker that there is no room for now, or that may find none."""
         worker = action.worker
         self.workforce.cancel_renewal(worker)
+        self._cancel_rest(worker)
+        self._pool.dismiss(worker, 0.0)
         self._have_others_do(worker)
         if worker in self.workforce.members:
             self.workforce.comes_later(worker)
@@ -497,13 +474,6 @@ class Supervisor:
         self.outbox.drop(worker)
         if self._is_at_work:
             self.session.apply(self.session.run.scheduler.lost(worker))
-
-    # ----------------------------------------------------------------------------------------------------- notes
-
-    def _note_node(self, worker: int) -> None:
-        """Note for the statistics on which machine a worker is."""
-        process = self._pool.processes.get(worker)
-        self.session.run.meter.joined(worker, "" if process is None else process.node)
 
 
 def _end_late(started: weakref.ref[Worker]) -> None:

@@ -57,7 +57,6 @@ class Workforce:
 
     Attributes:
         wanted: The workers that are asked for. Not all of them need be there.
-        guests: Workers that have come without being asked for, from another machine, and stay as long as they can.
         renewing: The worker that is to be renewed; or None.
         is_finishing: Another process is ready for it: it is sent no more tickets, and goes when it has answered those
             that it has.
@@ -65,12 +64,10 @@ class Workforce:
     """
 
     def __init__(self, options: Options) -> None:
-        self.wanted = set(range(options.num_at_start))
-        self.guests: set[int] = set()
+        self.wanted = set(range(max(options.num_at_start, options.num_expected)))
         self.renewing: int | None = None
         self.is_finishing = False
-        self._asked = options.num_at_start  # ids below this one are of workers that were asked for at some time
-        self._coming: set[int] = set()  # started, or to be, and not ready
+        self._coming = self.wanted - set(range(options.num_at_start))  # started, or to be, and not ready
         self._max_tasks = options.max_tasks_per_child
         self._max_bytes = options.max_worker_memory
         self.most_in_hand = None if self._max_bytes is None else options.prefetch
@@ -86,16 +83,15 @@ class Workforce:
     @property
     def members(self) -> set[int]:
         """The workers that are to be there. In any thread."""
-        return self.wanted | self.guests
+        return self.wanted
 
     # ------------------------------------------------------------------------------------------------ come and go
 
     def want(self, num_workers: int) -> None:
-        """Want so many from now on, beside guests: the last go first, and new ones get the lowest ids that are free."""
+        """Want so many from now on: the last go first, and new ones get the lowest ids that are free."""
         self.wanted.difference_update(sorted(self.wanted)[num_workers:])
         free = (worker for worker in itertools.count() if worker not in self.wanted)
         self.wanted.update(list(itertools.islice(free, max(0, num_workers - len(self.wanted)))))
-        self._asked = max(self._asked, 1 + max(self.wanted, default=-1))
 
     def settle(self, roster: Roster, processes: Mapping[int, Worker]) -> list[Action]:
         """Decide which workers come and go, now that others are wanted, or another run has begun.
@@ -121,26 +117,17 @@ class Workforce:
         return actions
 
     def ready(self, worker: int, roster: Roster) -> list[Action]:
-        """A worker has opened the dataset. The worker may be a guest, or not be wanted any more."""
+        """A worker has opened the dataset. It may not be wanted any more."""
         self._coming.discard(worker)
         if worker in roster.active:
             return []
-        if worker not in self.wanted:
-            if worker < self._asked:  # it was just being started when it was wanted no more
-                return [Dismiss(worker)]
-            self.guests.add(worker)
-        return [Join(worker)]
-
-    def leave(self, worker: int, roster: Roster) -> list[Action]:
-        """A worker wants to go."""
-        self.lose(worker)
-        return self._let_go(worker, roster)
+        return [Join(worker) if worker in self.wanted else Dismiss(worker)]
 
     def lose(self, worker: int) -> None:
-        """A worker is not to be had any more: it could not be started, left by itself, or was lost."""
+        """A worker is not to be had: it could not be started."""
         self.cancel_renewal(worker)
-        for those in (self._coming, self.wanted, self.guests):
-            those.discard(worker)
+        self._coming.discard(worker)
+        self.wanted.discard(worker)
 
     def comes_later(self, worker: int) -> None:
         """A worker that is wanted could not be started, and is started later."""
@@ -250,7 +237,6 @@ class Workforce:
 
     def validate(self, roster: Roster) -> None:
         """Check what must hold between any two events."""
-        assert not self.wanted & self.guests
         assert self._coming <= self.members
         assert not (self._coming & {worker for worker in roster.active if roster.takes(worker)})
         assert self.renewing is not None or not self.is_finishing

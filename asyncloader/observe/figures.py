@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.tally import Timing
-from asyncloader.observe.traffic import Received
 
 
 @dataclass(slots=True)
@@ -23,7 +22,6 @@ class WorkerStats:
         idle_s: Seconds that it waited for something to do, its first ticket left aside.
         private_bytes: Memory that it has to itself, looked at about once a second; 0 if that is not known. Memory
             shared with this process or with other workers does not count: batches, the dataset of a forked worker.
-        node: The machine that it is on, by name; "" for this one.
     """
 
     worker_id: int
@@ -32,7 +30,6 @@ class WorkerStats:
     first_s: float = 0.0
     idle_s: float = 0.0
     private_bytes: int = 0
-    node: str = ""
 
 
 class Change(NamedTuple):
@@ -81,7 +78,6 @@ class Workers:
         each: The work of each worker, those that have left included.
         cpu_s: CPU seconds of all of them.
         stalled_s: Seconds that they were ready to run while others had the cores.
-        remote_cpu_s: The part of these two that is of workers on other machines.
         changes: When workers came or went, and how many there were then.
         renewals: Workers whose place another process has taken, by ``max_tasks_per_child`` or ``max_worker_memory``.
     """
@@ -89,7 +85,6 @@ class Workers:
     each: tuple[WorkerStats, ...] = ()
     cpu_s: float = 0.0
     stalled_s: float = 0.0
-    remote_cpu_s: float = 0.0
     changes: tuple[Change, ...] = ()
     renewals: int = 0
 
@@ -184,15 +179,8 @@ class Figures:
     stages: Stages
     workers: Workers
     faults: Faults
-    received: Received
     options: dict[str, Any]
     ranks_s: float = 0.0
-
-    @property
-    def receiving_share(self) -> float:
-        """Share of the time since the first batch in which one of other machines was on its way."""
-        elapsed_s = self.elapsed_s - self.first_batch_s
-        return min(1.0, self.received.seconds / elapsed_s) if elapsed_s > 0 else 0.0
 
     @property
     def waited_share(self) -> float:

@@ -31,7 +31,6 @@ from asyncloader.observe.record import Record
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.tally import Tally
 from asyncloader.observe.trace import Trace
-from asyncloader.observe.traffic import Traffic
 
 log = logging.getLogger("asyncloader")
 
@@ -93,7 +92,6 @@ class Meter:
         window: Batches being made or waiting at a time.
         faults: Faults that were handled in this run.
         trace: Where a timeline is written.
-        traffic: Counts what comes from other machines.
         loader: The number of the loader in the timeline.
         options: Options of the loader that the verdict builds on.
 
@@ -108,7 +106,6 @@ class Meter:
         window: int,
         faults: Faults | None = None,
         trace: Trace | None = None,
-        traffic: Traffic | None = None,
         loader: int = 0,
         **options: Any,
     ) -> None:
@@ -120,8 +117,6 @@ class Meter:
         self._options = options
         self._trace = trace
         self._loader = loader
-        self._traffic = traffic or Traffic()
-        self._received_before = self._traffic.received
         self._note: Callable[..., None] = _not_noted if trace is None else trace.note
         self._began = perf_counter()
         self._note(timeline.epoch, self._began, epoch)
@@ -134,10 +129,8 @@ class Meter:
         )
         self._pinned = Tally("pin")
         self._own = {worker: WorkerStats(worker) for worker in range(num_workers)}
-        self._left: list[WorkerStats] = []  # whose ids are others' by now
         self._changes: list[Change] = []
         self._renewals = 0
-        self._remote_cpu_s = 0.0
         # Written by consumers, one at a time. What waits, and training, is counted after the first batch.
         waits = ("consumer", "sampler", "batch", "training")
         self._taken = Tally("ahead", "lay_ready", "order", *waits, late=4, width=9, columns=_taken_columns)
@@ -188,11 +181,9 @@ class Meter:
         if (private := record.private_bytes) != own.private_bytes:
             own.private_bytes = private
             self._note(timeline.memory, now, worker, private)
-        if own.node:
-            self._remote_cpu_s += cpu + stalled
         if self._trace is not None:
             stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
-            self._note(timeline.batch, own.node, number, worker, sent_at, began, stages, arrived_at, now)
+            self._note(timeline.batch, number, worker, sent_at, began, stages, arrived_at, now)
         samples = record.samples
         self._made.add([samples, nbytes, cpu, stalled, sent_at, began, fetch, collate, encode, arrived_at, now])
         return BatchTimes(number, sent_at, now)
@@ -221,16 +212,8 @@ class Meter:
         self._note(timeline.renewed, perf_counter(), worker)
 
     def private_bytes(self) -> dict[int, int]:
-        """Return, by worker, what it has to itself, as far as that is known and on this machine."""
-        return {worker: own.private_bytes for worker, own in self._own.items() if own.private_bytes and not own.node}
-
-    def joined(self, worker: int, node: str) -> None:
-        """Note on which machine a worker is that has come: "" for this one. Its id may have been another's."""
-        own = self._own.get(worker) or WorkerStats(worker)
-        if own.node != node:
-            if own.batches:
-                self._left.append(own)
-            self._own[worker] = WorkerStats(worker, node=node)
+        """Return, by worker, what it has to itself, as far as that is known."""
+        return {worker: own.private_bytes for worker, own in self._own.items() if own.private_bytes}
 
     def load(self, now: float, num_workers: int) -> Load:
         """Return what the run has come to, for who decides about the number of workers. 0.1 ms."""
@@ -271,7 +254,7 @@ class Meter:
         self._here.add([samples, stalled_s, ready, began, collate_s, made_at, asked_at, now, self._idle_from])
         if self._trace is not None:
             stages = (("fetch", made_at - began - collate_s), ("collate", collate_s))
-            self._note(timeline.batch, "", record.ticket, -1, 0.0, began, stages, 0.0, now)
+            self._note(timeline.batch, record.ticket, -1, 0.0, began, stages, 0.0, now)
         self._count_taken(record.ticket, asked_at, now, ready)
 
     def _count_taken(self, batch: int, asked_at: float, now: float, ready: int) -> None:
@@ -349,15 +332,13 @@ class Meter:
             ),
             stages=Stages(**{field.name: found[field.name] for field in fields(Stages)}),
             workers=Workers(
-                tuple(map(copy, sorted((*self._own.copy().values(), *self._left), key=attrgetter("worker_id")))),
+                tuple(map(copy, sorted(self._own.copy().values(), key=attrgetter("worker_id")))),
                 total["cpu"],
                 total["stalled"],
-                self._remote_cpu_s,
                 tuple(self._changes),
                 self._renewals,
             ),
             faults=self.faults.copy(),
-            received=self._traffic.received.since(self._received_before),
             options=self._options,
             ranks_s=self._ranks_until,
         )

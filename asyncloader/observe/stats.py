@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from asyncloader.observe.figures import Figures, busy_share
+from asyncloader.observe.figures import Figures
 from asyncloader.observe.tally import Timing, show_bytes, show_s
 from asyncloader.observe.verdict import Verdict, judge
 
@@ -40,8 +40,6 @@ class LoaderStats(Figures):
         stages: How long each stage of the batches took.
         workers: What the workers did, each of them and together.
         faults: What went wrong and was mended, or was raised in place of a batch.
-        received: Bytes of batches from other machines that did not come in one piece, how long at least one was on its
-            way, and CPU seconds of the receiving thread meanwhile.
         options: Options of the loader that the verdict builds on.
         ranks_s: Seconds between the first batch and the last in which other ranks were waited for, with
             ``equal_steps``.
@@ -101,27 +99,7 @@ class LoaderStats(Figures):
             lines.append(f"memory of each worker's own: {', '.join(shown)}{', ...' * (len(known) > _MOST_SHOWN)}")
         if workers.renewals:
             lines.append(f"workers were renewed {workers.renewals} times")
-        return "\n".join([*lines, *self._of_nodes()])
-
-    def _of_nodes(self) -> list[str]:
-        """Say what each other machine did."""
-        lines = []
-        count = len({worker.worker_id for worker in self.workers.each if worker.node})
-        if count < (wanted := self.options.get("wanted_on_nodes") or 0):
-            lines.append(
-                f"{count} of {wanted} workers on other machines took part: there was no room for the others yet"
-            )
-        for node in sorted({worker.node for worker in self.workers.each} - {""}):
-            there = [worker for worker in self.workers.each if worker.node == node]
-            batches = sum(worker.batches for worker in there)
-            lines.append(f"node {node}: {batches} batches by {len(there)} workers, busy {busy_share(there):.0%}")
-        if (received := self.received).seconds:
-            rate, thread = received.nbytes / received.seconds, min(1.0, received.cpu_s / received.seconds)
-            lines.append(
-                f"from other machines: {received.nbytes / 1e6:.1f} MB at {rate / 1e9:.2g} GB/s, a batch on its way "
-                f"{self.receiving_share:.0%} of the time (the thread that receives was busy {thread:.0%} of that)"
-            )
-        return lines
+        return "\n".join(lines)
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
     loop thread, consumers ── note ──> events in hand ── every 512, in a consumer's thread ──> file
 
 A track for each worker, for the channel (sending tickets and reading answers), the pin thread and the consumer; arrows
-from a ticket through its worker to the consumer. Workers on other machines are under their node, a process to viewers.
+from a ticket through its worker to the consumer.
 The file is whole JSON after each writing, and open during writing only, so a run that is killed leaves a timeline up to
 then.
 """
@@ -27,7 +27,7 @@ log = logging.getLogger("asyncloader")
 _WRITE_AT = 512
 _END = b"\n]\n"
 _INSTANT_S = 1e-6
-_TRAINER = 1  # the number of this process; those of nodes count on
+_TRAINER = 1  # the number of this process
 _CONSUMER, _CHANNEL, _PIN, _WORKER = 1, 2, 3, 100  # the numbers of the tracks; workers count on
 _LANES = 64  # tracks of a worker at most: one for each of the batches that it fetches at once
 
@@ -49,9 +49,8 @@ class Trace:
         self.path = Path(path)
         self._began = perf_counter()
         self._events: list[tuple[Any, ...]] = []
-        self._nodes = {"": _TRAINER}
-        self._named: set[tuple[int, int]] = set()
-        self._lanes: dict[tuple[str, int], list[float]] = {}  # of each worker, until when its lanes are taken
+        self._named: set[int] = set()
+        self._lanes: dict[int, list[float]] = {}  # of each worker, until when its lanes are taken
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next_number = count()
         self._lock = threading.Lock()
@@ -134,49 +133,32 @@ class Trace:
 
     def _expand(self, noted: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
         make, *values = noted
-        place = _TRAINER
         if make is batch:
-            node, _, worker, _, began, stages, *_ = values
-            if node not in self._nodes:
-                yield from self._add_node(node)
-            place = self._nodes[node]
-            del values[0]
-            values[1] = self._track(node, worker, began, began + sum(seconds for _, seconds in stages))
+            _, worker, _, began, stages, *_ = values
+            values[1] = self._track(worker, began, began + sum(seconds for _, seconds in stages))
         for event in make(*values):
-            track = place if event["tid"] > _PIN else _TRAINER, event["tid"]
-            if track not in self._named:
+            if (track := event["tid"]) not in self._named:
                 self._named.add(track)
-                yield from _names(*track)
+                yield from _names(track)
             for key in ("ts", "dur"):
                 if key in event:
                     event[key] = round((event[key] - self._began * (key == "ts")) * 1e6, 1)
-            yield {"pid": track[0], **event}
+            yield {"pid": _TRAINER, **event}
 
-    def _add_node(self, node: str) -> Iterator[dict[str, Any]]:
-        """Have another machine, with tracks of its own: a process to who shows it. The first names this one too."""
-        if len(self._nodes) == 1:
-            yield _process(_TRAINER, "trainer")
-        self._nodes[node] = number = _TRAINER + len(self._nodes)
-        yield _process(number, f"node {node}")
-
-    def _track(self, node: str, worker: int, began: float, ended: float) -> int:
+    def _track(self, worker: int, began: float, ended: float) -> int:
         """Return the first track of the worker on which nothing overlaps this."""
-        lanes = self._lanes.setdefault((node, worker), [])
+        lanes = self._lanes.setdefault(worker, [])
         lane = next((lane for lane, taken in enumerate(lanes) if taken <= began + _INSTANT_S), len(lanes))
         lane = min(lane, _LANES - 1)
         lanes[lane : lane + 1] = [ended]
         return _WORKER + worker * _LANES + lane
 
 
-def _process(number: int, name: str) -> dict[str, Any]:
-    return {"pid": number, "ph": "M", "name": "process_name", "args": {"name": name}}
-
-
-def _names(process: int, track: int) -> Iterator[dict[str, Any]]:
+def _names(track: int) -> Iterator[dict[str, Any]]:
     worker, lane = divmod(track - _WORKER, _LANES)
     fixed = {_CONSUMER: "consumer", _CHANNEL: "channel", _PIN: "pin thread"}
     name = fixed.get(track) or ("this process" if worker < 0 else f"worker {worker}") + f" ({lane + 1})" * bool(lane)
-    common = {"pid": process, "ph": "M", "tid": track}
+    common = {"pid": _TRAINER, "ph": "M", "tid": track}
     yield {**common, "name": "thread_name", "args": {"name": name}}
     yield {**common, "name": "thread_sort_index", "args": {"sort_index": track}}
 

@@ -33,7 +33,6 @@ Limit: TypeAlias = Literal[
     "fetch",
     "collate",
     "transfer",
-    "network",
     "pin",
     "order",
     "overhead",
@@ -63,7 +62,7 @@ class Verdict:
 
     Attributes:
         limit: "training" (nothing to gain here), "sampler", "source" (a stream, or a feed: samples come no faster),
-            "fetch", "collate", "transfer", "pin" (that stage of the batches), "network" (the way from other machines),
+            "fetch", "collate", "transfer", "pin" (that stage of the batches),
             "order" (workers stood idle behind a slow batch), "overhead" (batches too small), "ranks" (others are
             slower, with ``equal_steps``), "starting" (most of the time went by before the first batch), or "unknown"
             (too few batches to tell).
@@ -90,18 +89,16 @@ class _Costs:
     train: float
     work: float
     worker_cpu: float  # that it used, or was ready to use while others had the cores
-    remote_cpu: float  # the part of it that was on other machines
     stalled: float  # the latter
     main_cpu: float
     cores: int
     workers: int
-    on_nodes: bool  # there are workers on other machines, or may be
     batches: int
     is_stream: bool
 
     @property
     def cpu_floor(self) -> float:
-        return max(0.0, self.worker_cpu - self.remote_cpu + self.main_cpu) / self.cores
+        return (self.worker_cpu + self.main_cpu) / self.cores
 
     def at_best(self, workers: int, *, saved: float = 0.0, saved_here: float = 0.0) -> float:
         """Return the seconds a batch with so many workers, if so much less work was to be done there and here."""
@@ -119,10 +116,8 @@ class _Costs:
         """Beyond so many workers advice would be a guess: by what was measured, cores, and batches of an epoch."""
         if self.is_crowded or self.is_stream:
             return max(1, self.workers)
-        measured = max(2, self.workers) * _TIMES_WORKERS
-        if not self.on_nodes:
-            measured = max(self.workers, self.cores) if self.computes else min(measured, _MOST_WORKERS)
-        return max(self.workers, min(measured, self.batches))
+        measured = min(max(2, self.workers) * _TIMES_WORKERS, _MOST_WORKERS)
+        return max(self.workers, min(self.cores if self.computes else measured, self.batches))
 
     def gain_of(self, workers: int) -> float:
         """Return how many times as fast so many workers would make it: at most as many times as there are more.
@@ -160,10 +155,9 @@ def judge(stats: Figures) -> Verdict:
     if start_s > _STARTS * stats.elapsed_s:
         return _starting(stats, costs, start_s)
     verdict = _judge(stats, costs)
-    is_auto = bool(stats.options.get("auto"))
-    if "num_workers" in verdict.advice and (is_auto or costs.on_nodes):  # it is that of this machine alone
+    if "num_workers" in verdict.advice and stats.options.get("auto"):
         advice = {name: value for name, value in verdict.advice.items() if name != "num_workers"}
-        text = verdict.text + ' (num_workers="auto" looks after that)' * (is_auto and not costs.on_nodes)
+        text = verdict.text + ' (num_workers="auto" looks after that)'
         verdict = replace(verdict, text=text, advice=advice)
     if start_s > _LATE * stats.elapsed_s and not stats.options.get("persistent_workers"):
         late = f"{stats.first_batch_s / stats.elapsed_s:.0%} of the time passed before the first batch"
@@ -182,12 +176,10 @@ def _costs(stats: Figures, count: int) -> _Costs:
         # Where a worker fetches several batches at once each of them takes longer than it occupies the worker.
         work=min(max(0.0, work.total_s - workers.opening_s) / work.count, batch_s * (stats.num_workers or math.inf)),
         worker_cpu=(workers.cpu_s + workers.stalled_s) / work.count,
-        remote_cpu=workers.remote_cpu_s / work.count,
         stalled=workers.stalled_s / work.count,
         main_cpu=max(0.0, stats.main_cpu_s - workers.cpu_s * in_process) / count,
-        cores=stats.cores,
+        cores=max(2, stats.num_workers) * _TIMES_WORKERS if stats.options.get("has_provider") else stats.cores,
         workers=stats.num_workers,
-        on_nodes=bool(stats.options.get("on_nodes")),
         batches=stats.batches,
         is_stream=bool(stats.options.get("is_iterable")),
     )
@@ -220,8 +212,6 @@ def _judge(stats: Figures, costs: _Costs) -> Verdict:
     told += f"; workers were busy {busy_share:.0%} of theirs"
     if stats.stages.pin.mean_s > _FULL * costs.batch:
         return _pin(stats, costs, told)
-    if stats.receiving_share > _FULL and busy_share <= _BUSY:
-        return _network(stats, costs, told)
     packing = stats.stages.encode.mean_s + stats.stages.decode.mean_s
     if packing > max(_SMALL_BATCH_S, stats.stages.fetch.mean_s + stats.stages.collate.mean_s):
         return _transfer(stats, costs, told)
@@ -288,8 +278,7 @@ def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
             return _concurrency(stats, costs, told)
         text = f"{told}: more workers would help, {_worker_words(enough, costs)} make it {_times(gain)}"
         return Verdict(stage, text, {"num_workers": enough}, gain)
-    has_no_core = costs.workers >= costs.cores and not costs.on_nodes
-    if costs.computes and (has_no_core or costs.is_crowded or costs.cpu_floor > _FULL * costs.batch):
+    if costs.computes and (costs.workers >= costs.cores or costs.is_crowded or costs.cpu_floor > _FULL * costs.batch):
         return Verdict(stage, f"{told}: {_cores_full(costs)}, so more workers would not help, a cheaper {stage} would")
     return Verdict(stage, f"{told}: the workers just keep up; a cheaper {stage} would help")
 
@@ -329,20 +318,6 @@ def _transfer(stats: Figures, costs: _Costs, told: str) -> Verdict:
         f"{_times(gain)}"
     )
     return Verdict("transfer", text, {}, gain)
-
-
-def _network(stats: Figures, costs: _Costs, told: str) -> Verdict:
-    """Batches of other machines are on their way all the time, and workers wait until theirs has been sent."""
-    received = stats.received
-    is_thread = received.cpu_s > _FULL * received.seconds
-    gain = costs.batch / costs.at_best(costs.workers)
-    text = (
-        f"{told}, but batches of other machines were on their way {stats.receiving_share:.0%} of it, at "
-        f"{received.nbytes / received.seconds / 1e9:.2g} GB/s: "
-        f"{'the thread that receives them' if is_thread else 'the network'} is full, so more workers there would not "
-        f"help; smaller batches (bytes in place of floats, say) could make it {_times(gain)}"
-    )
-    return Verdict("network", text, {}, gain)
 
 
 def _pin(stats: Figures, costs: _Costs, told: str) -> Verdict:

@@ -1,4 +1,4 @@
-"""Workers on other machines: agents that run them there, and the trainer's side of them.
+"""Workers on other machines, as actors of Ray. Experimental: names and behaviour may change in any version.
 
 Public is `RayWorkers` alone. Everything else is private, and is imported when a run begins.
 """

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import platform
-import socket
 
 import torch
-
-from asyncloader.ray.launcher import NODE_ID
 
 FACTS = ("asyncloader", "Python", "torch", "numpy", "machine", "vectors of torch")
 """What is compared."""
@@ -28,9 +24,6 @@ def facts() -> dict[str, str]:
         "numpy": importlib.metadata.version("numpy"),
         "machine": f"{platform.system()} {platform.machine()}",
         "vectors of torch": torch.backends.cpu.get_cpu_capability(),
-        "node": socket.gethostname(),
-        "node_id": os.environ.get(NODE_ID, ""),
-        "pid": str(os.getpid()),
     }
 
 

@@ -1,388 +1,338 @@
-"""The workers on other machines, as one of the engine's backends: agents come and go, and their workers with them.
+"""The workers of one loader on other machines: actors of Ray, and what the loop thread knows of them.
 
-    Fleet: agents ── here, leaving, forgotten ──> RemotePool ── on_ready, on_outcome, on_lost, on_left ──> session
-                  <── start, dismiss, tickets ───            <── want, send, add, discard, dismiss ───────
+    session ── start, send, add, end ──> RayPool ── RayWorker ── tell(number, kind, body) ──> WorkerActor
+            <── on_ready, on_outcome, on_died ──            <── hear(): messages ──────────
 
-Where workers may come and go, a worker takes part in the run from the moment it is ready. Where they cannot, a run
-begins with all of them: tickets for a worker that has not come wait, and a lost worker is replaced when there is an
-agent with room. Each process is a life of its own, and frames say of which life they are: so a batch of a process that
-was given up is dropped.
-
-Tickets bound what waits here: each is answered once, and there are never more than the consumer's window and the
-run-ahead allow. So an agent needs no other permission to send.
+Ray places actors, starts them, finds out that they have ended, and carries batches. An actor that Ray has no room for
+stays pending, so that an autoscaler sees it. Messages are those of worker processes, and so is what follows from them.
 """
 
 from __future__ import annotations
 
-import heapq
+import contextlib
 import logging
 import pickle
-import sys
-import threading
-import time
+from asyncio import TimerHandle
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from time import monotonic, perf_counter
 from typing import Any
 
-from asyncloader.backends.backend import END_GRACE_S, Launch, Listener
-from asyncloader.errors import WorkerStartError, describe_death
-from asyncloader.messages.frames import BadFrame
+import cloudpickle
+import numpy as np
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError
+
+from asyncloader import threads
+from asyncloader.backends.backend import END_GRACE_S, Launch
+from asyncloader.backends.base_pool import BasePool
+from asyncloader.backends.worker import Worker, WorkerState
+from asyncloader.datasets.memory_file import by_value
+from asyncloader.errors import WorkerStartError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import OUTCOMES
+from asyncloader.messages.outcome import OUTCOMES, unpack
+from asyncloader.messages.pickled_spec import pickle_by_value
 from asyncloader.messages.tickets import pack_tickets, pickle_tickets
-from asyncloader.observe.traffic import Traffic
-from asyncloader.ray.fleet import Fleet
-from asyncloader.ray.launcher import Access, Launcher
-from asyncloader.ray.outcomes import outcome_of, pickled_keys
-from asyncloader.ray.wire import NUMBER, Death, Frame, Word
-from asyncloader.ray.worker import AgentState, RemoteAgent, RemoteWorker
+from asyncloader.ray.actor import Hello, Message
+from asyncloader.ray.facts import differences, facts
 from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
 
-_LAST_S = 2.0
-"""What is left of its workers when an agent goes is given so long. Seconds."""
 
-_FAILED_STARTS = 3
-"""Where there are no local workers, so many ends in a row before any worker was ready are the end of the run."""
+class RayWorker(Worker):
+    """A worker on another machine, as the loop thread knows it.
+
+    Args:
+        worker_id: From 0.
+        loop: The portal's.
+        actor: The handle of its actor, which may be pending.
+        owner: Is told of its messages and of its end.
+        overlaps: Its samples are fetched on a loop.
+    """
+
+    answers_within_s = Worker.answers_within_s + 1.0
+
+    def __init__(self, worker_id: int, loop: GuardedLoop, actor: Any, owner: RayPool, *, overlaps: bool) -> None:
+        super().__init__(worker_id, loop)
+        self.state = WorkerState.RUNNING
+        self.started_at = monotonic()
+        self._actor = actor
+        self._owner = owner
+        self._overlaps = overlaps
+        self._num_told = 0
+        self._node = ""  # Ray's id of it
+        self._heard: deque[tuple[Message, Future[Any] | None]] = deque()  # with the buffers, which may be on their way
+        self._timer: TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<RayWorker {self.worker_id} {self.state.name} pid={self.pid} on node {self._node}>"
+
+    def open(self, parts: Any, are_read_only: Sequence[bool], epoch: EpochSpec) -> None:
+        """Have the worker begin, as soon as its actor is there and has been found fit."""
+        self._await(self._actor.hello.remote(), partial(self._on_hello, parts, are_read_only, epoch))
+
+    def put(self, kind: int, contents: Any) -> None:
+        """Send it a message."""
+        self.tell(kind, pickle.dumps(contents))
+
+    def tell(self, kind: int, body: bytes) -> None:
+        """Send it a message that is pickled."""
+        if self._actor is not None:
+            self._actor.tell.remote(self._num_told, kind, body)
+            self._num_told += 1
+
+    def _await(self, ref: Any, take: Callable[[Future[Any]], None]) -> Future[Any]:
+        """Have an answer of the actor taken on the loop. Ray tells of it in a thread of its own."""
+
+        def post(answer: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the interpreter ends
+                self._loop.call_soon_threadsafe(take, answer)
+
+        future: Future[Any] = ref.future()
+        future.add_done_callback(post)
+        return future
+
+    def _on_hello(self, parts: Any, are_read_only: Sequence[bool], epoch: EpochSpec, answer: Future[Hello]) -> None:
+        if not self.is_alive:
+            return
+        if (error := answer.exception()) is not None:
+            self._on_error(error)
+            return
+        hello = answer.result()
+        self._node, self.pid = hello.node, hello.pid
+        if self._owner.accepts(hello):
+            self._actor.open.remote(parts, are_read_only, epoch)
+            self._listen()
+
+    def _listen(self) -> None:
+        self._await(self._actor.hear.remote(), self._on_heard)
+
+    def _on_heard(self, answer: Future[list[Message]]) -> None:
+        if not self.is_alive:
+            return
+        if (error := answer.exception()) is not None:
+            self._on_error(error)
+            return
+        messages = answer.result()
+        if messages[-1].kind != Kind.END:  # a call that is never answered would keep the actor
+            self._listen()
+        for message in messages:
+            buffers = None if message.buffers is None else self._await(message.buffers, self._take)
+            self._heard.append((message, buffers))
+        self._take()
+
+    def _take(self, _: Future[Any] | None = None) -> None:
+        """Take messages in the order in which they were sent, as far as their buffers are there."""
+        arrived_at = perf_counter()
+        while self.is_alive and self._heard:
+            message, buffers = self._heard[0]
+            if buffers is not None and not buffers.done():
+                return
+            self._heard.popleft()
+            if message.kind == Kind.END:
+                self._on_end(*pickle.loads(message.body))
+            elif buffers is None or buffers.exception() is None:
+                self._owner.on_heard(self, message, buffers and buffers.result(), arrived_at)
+            else:  # a batch is lost, with the actor as a rule: no outcome would stand for it
+                self._on_error(buffers.exception())
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def end(self, grace_s: float) -> None:
+        """Tell the worker to finish; kill it after ``grace_s`` seconds, or at once if it has not begun."""
+        if not self.is_alive:
+            return
+        if not self._node:
+            self.kill()
+            return
+        self.state = WorkerState.ENDING
+        self.put(Kind.END, None)
+        if self._timer is None:
+            self._timer = self._loop.call_later(max(grace_s, 0.0), self.kill)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.is_alive:
+            self.state = WorkerState.ENDING
+            self._gone()
+
+    def _on_end(self, code: int, words: str) -> None:
+        """The worker has ended by itself, or as it was told."""
+        self.exitcode = code
+        self.output += words.encode(errors="replace")
+        self._actor = None  # Ray ends an actor that nobody refers to, which runs what the user has registered for that
+        self._gone()
+
+    def _on_error(self, error: BaseException | None) -> None:
+        """An answer of the actor will not come. Ray does not say whether the node has gone too, but for humans."""
+        self.output += str(error).encode(errors="replace")
+        if isinstance(error, ActorUnavailableError):  # its node cannot be reached: Ray takes its time to call it dead
+            self.is_lost = True
+        elif not isinstance(error, RayActorError) or error.actor_init_failed:
+            self._owner.on_refused(str(error))
+        elif self._node:
+            threads.start(self._look_for_node, "asyncloader ray")
+            return
+        self._gone()
+
+    def _look_for_node(self) -> None:
+        nodes = ray.nodes() if ray.is_initialized() else []
+        is_there = any(node["NodeID"] == self._node and node["Alive"] for node in nodes)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._on_node, is_there)
+
+    def _on_node(self, is_there: bool) -> None:
+        self.is_lost = not is_there
+        if self.is_alive:
+            self._gone()
+
+    def _gone(self) -> None:
+        was_told, self.state = self.state is WorkerState.ENDING, WorkerState.DEAD
+        if self._timer is not None:
+            self._timer.cancel()
+        self._heard.clear()
+        actor, self._actor = self._actor, None
+        if actor is not None and ray.is_initialized():
+            ray.kill(actor)
+        self._dead.set()
+        self._owner.on_exit(self, was_told)
+
+    # -------------------------------------------------------------------------------------------------------- stacks
+
+    def _ask(self, ticket: int) -> None:
+        if self._overlaps:
+            self.put(Kind.WHERE, ticket)
+        else:
+            self._await(self._actor.where.remote(), self._on_where)
+
+    def _on_where(self, answer: Future[str]) -> None:
+        if answer.exception() is None:
+            self.on_awaits(answer.result())
+
+    def _stack(self, awaits: str) -> str:
+        return awaits
 
 
-class RemotePool:
-    """Owner of the workers of agents, and of their ids. On the loop, but for `wait_dead`.
+class RayPool(BasePool[RayWorker]):
+    """Owner of the actors of one loader. On the loop, but for its constructor and `wait_dead`.
 
     Args:
         loop: The portal's.
         spec: The dataset, collation and options of the workers.
-        access: How agents may connect.
-        launcher: Launches agents; it is open.
-        first: The least id of a worker of an agent: below it are local ones.
-        traffic: Counts what comes, or None.
-        most: How many workers the options ask for at most; None for any number.
-        num_wanted: How many there are to be at the beginning; None for `most`.
-        num_fixed: How many workers a run begins with, because they cannot come and go; otherwise 0.
+        actors: Ray's class of actors, with the user's options.
+        on_mismatch: What is done about an actor whose batches would differ.
+
+    Raises:
+        Exception: as the pickling of the dataset raises it.
     """
 
-    has_processes = False
-    takes_long = False
+    has_processes = takes_long = False
 
-    def __init__(
-        self,
-        loop: GuardedLoop,
-        spec: WorkerSpec,
-        access: Access,
-        launcher: Launcher,
-        first: int,
-        traffic: Traffic | None = None,
-        *,
-        most: int | None = None,
-        num_wanted: int | None = None,
-        num_fixed: int = 0,
-    ) -> None:
-        self.processes: dict[int, RemoteWorker] = {}
-        self.listener: Listener | None = None
-        self.fleet = Fleet(loop, self, spec, access, launcher, num_fixed or None, self._allocate, traffic)
-        self._loop = loop
-        self._launcher = launcher
-        self._has_others = first > 0
-        self._most = most
-        self._wanted = most if num_wanted is None else num_wanted
-        self._asks = num_wanted is not None or num_fixed > 0
-        self._is_fixed = num_fixed > 0
-        self._free = list(range(first, first + num_fixed))  # a heap: ids that no worker has
-        self._num_ids = first + num_fixed  # no id is as large as this, now or before
-        self._num_lives = 0
-        self._num_staying = 0
-        self._is_open = False
-        self._started: Callable[[], None] = _nothing
-        self._failed_starts = 0
-        self._last_failure = ""
+    def __init__(self, loop: GuardedLoop, spec: WorkerSpec, actors: Any, on_mismatch: str) -> None:
+        super().__init__(loop, spec, None)
+        self._actors = actors
+        self._on_mismatch = on_mismatch
+        with by_value():
+            parts = [memoryview(part) for part in pickle_by_value(replace(spec, thread=None))]
+        self._are_read_only = [part.readonly for part in parts]
+        self._parts = ray.put([np.frombuffer(part, np.uint8) for part in parts])  # travels once to each node
         self._slabs = slab_pool()
         self._slabs.live_on(loop.loop)
         self._slabs.handle()
         self._slabs.enlist(self)
-        self._dead = threading.Event()
-
-    def __repr__(self) -> str:
-        return f"<RemotePool {self.fleet!r}>"
-
-    # ---------------------------------------------------------------------------------------------- lifecycle
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
-        """Listen, and have agents launched: they come when they come, so there is nothing left to launch.
-
-        Raises:
-            WorkerStartError: if this machine cannot listen where agents are to reach it.
-        """
-        self._started = started  # has what is for workers sent
-        self.fleet.open(epoch)
-        self._is_open = True
-        self._launcher.want(self._wanted, ask=self._asks)
+        """Ask Ray for all actors; there is nothing left to launch. They come when there is room for them."""
+        self._epoch = epoch
+        for worker in range(self._spec.num_workers):
+            self._start_one(worker, epoch)
         started()
         yield from ()
 
-    def begin_epoch(self, epoch: EpochSpec) -> None:
-        """Begin a new run over the data; tickets of the last one are forgotten."""
-        self.fleet.begin_epoch(epoch)
-
-    def end(self, grace_s: float) -> None:
-        """Tell all agents to go, with their workers; give up those that are left after the grace and a moment."""
-        self.fleet.end(grace_s)
-
-    def on_empty(self) -> None:
-        """All agents are gone."""
-        self._slabs.retire(self)
-        self._dead.set()
-        self._started = _nothing
-        if self.listener is not None:
-            self.listener.on_closed()
-            self.listener = None
-
-    def wait_dead(self, timeout_s: float) -> bool:
-        """Wait until all agents are gone, and the launcher has let go of them. In any thread but the loop's."""
-        deadline = time.monotonic() + timeout_s
-        return self._dead.wait(timeout_s) and self._launcher.wait_closed(max(0.0, deadline - time.monotonic()))
-
-    # ---------------------------------------------------------------------------------------- workers come and go
-
-    def want(self, num_workers: int | None) -> None:
-        """Have so many workers from now on, as far as there is room; None for as many as the options say."""
-        self._asks = num_workers is not None
-        self._wanted = self._most if num_workers is None else num_workers
-        if self._is_open:  # local workers, which are started first, may have made batches by then
-            self._launcher.want(self._wanted, ask=self._asks)
-            self._fit()
-
-    def _fit(self) -> None:
-        """Let workers go that are too many, or have the room of agents filled, now that others are wanted or there.
-
-        Workers of the agents with the fewest go first, for a node is given back with its last worker.
-        """
-        if self.fleet.is_closing or self._is_fixed:
-            return
-        agents = tuple(self.fleet.agents.values())
-        here = [agent for agent in agents if agent.state is AgentState.HERE]
-        staying = {agent: [worker for worker, process in agent.workers.items() if process.stays] for agent in here}
-        here.sort(key=lambda agent: len(staying[agent]))
-        for agent in here:
-            for worker in heapq.nlargest(-self._num_lacking, staying[agent]):
-                self._let_go(agent.workers[worker])
-        for agent in reversed(here):
-            self._fill(agent)
-        lacking = self._num_lacking
-        for agent in [agent for agent in agents if agent.state is AgentState.COMING]:
-            if lacking <= 0:
-                self.fleet.forget(agent)
-            lacking -= agent.size
-
-    @property
-    def _num_lacking(self) -> int:
-        return (sys.maxsize if self._wanted is None else self._wanted) - self._num_staying
-
-    def _fill(self, agent: RemoteAgent) -> None:
-        """Have workers started in the room of an agent, as far as they are wanted; without any worker it goes."""
-        if self.fleet.is_closing or agent.state is not AgentState.HERE:
-            return
-        while len(agent.workers) < agent.size and (self._free if self._is_fixed else self._num_lacking > 0):
-            if not self._free:
-                self._free.append(self._num_ids)
-                self._num_ids += 1
-            self._start(agent, heapq.heappop(self._free))
-        if self._is_fixed:
-            self._started()
-        else:
-            self._maybe_send_home(agent, 0.0)
-
-    def _start(self, agent: RemoteAgent, worker: int) -> RemoteWorker:
-        """Have an agent start a worker. Where workers come and go it takes part in the run when it is ready."""
-        self._num_lives += 1
-        life = self._num_lives
-        process = agent.lives[life] = agent.workers[worker] = RemoteWorker(worker, life, agent, self._loop)
-        process.stays = True
-        self._num_staying += 1
-        if self._is_fixed:
-            self.processes[worker] = process
-        starts = self.fleet.epoch.starts
-        agent.send(Word.ADD, life, pickle.dumps((worker, self._num_ids, None if starts is None else starts[worker])))
-        return process
-
-    def _let_go(self, process: RemoteWorker) -> None:
-        """Have a worker leave. A worker that takes part in the run finishes its tickets first."""
-        self._unwant(process)
-        if self.processes.get(process.worker_id) is not process:
-            process.end(0.0)
-            self._release(process)
-        elif self.listener is not None:
-            self.listener.on_left(process.worker_id)
-
-    def _unwant(self, process: RemoteWorker) -> None:
-        self._num_staying -= process.stays
-        process.stays = False
-
-    def _release(self, process: RemoteWorker) -> None:
-        """Have the id of a worker, and its room at its agent, be free."""
-        self._unwant(process)
-        del process.agent.workers[process.worker_id]
-        heapq.heappush(self._free, process.worker_id)
+    def _start_one(self, worker: int, epoch: EpochSpec) -> None:
+        actor = self._actors.remote(worker)
+        started = RayWorker(worker, self._loop, actor, self, overlaps=self._spec.overlaps)
+        self.processes[worker] = started
+        started.open(self._parts, self._are_read_only, epoch)
 
     def add(self, worker: int, num_workers: int) -> None:
-        """Have a worker started in the place of another, which is gone or finishes, by the same agent.
-
-        Where workers cannot come and go, an id whose agent is gone, or about to go, waits for an agent with room.
-        """
-        if (before := self.processes.pop(worker, None)) is None:
-            return  # it waits already
-        before.end(END_GRACE_S)
-        agent = before.agent
-        if agent.state is AgentState.HERE or not self._is_fixed:
-            self._unwant(before)
-            self.processes[worker] = self._start(agent, worker)
-            return
-        if agent.state is AgentState.LEAVING:
-            self._release(before)
-            self._maybe_send_home(agent, 0.0)
-        else:
-            heapq.heappush(self._free, worker)
-        for other in tuple(self.fleet.agents.values()):
-            self._fill(other)
+        """Ask Ray for an actor under this id: one more, or in the place of another, which is gone, or finishes."""
+        self.dismiss(worker, END_GRACE_S)
+        self._start_one(worker, self._epoch_of_newcomer(num_workers))
 
     def prepare(self, worker: int, num_workers: int) -> None:
-        """Start nothing beforehand: an agent forks, which takes a moment."""
+        """Start nothing beforehand: the room of the worker may be all that there is."""
 
     def discard(self, worker: int) -> None:
-        """Have this worker killed: another will take its place, and nothing that it has sent counts."""
-        process = self.processes[worker]
-        if process.agent.lives.pop(process.life, None) is not None:
-            process.agent.send(Word.DISCARD, process.life)
-            process.on_gone()
+        """Kill this worker, whose end then is nobody's concern: another will take its place."""
+        self.processes[worker].kill()
 
-    def dismiss(self, worker: int, grace_s: float) -> None:
-        """Let this worker finish, if it is there: it has no tickets. Its id is free."""
-        if (process := self.processes.pop(worker, None)) is None:
-            return
-        process.end(grace_s)
-        self._release(process)
-        self._maybe_send_home(process.agent, grace_s)
-        self._loop.call_soon(self._fill, process.agent)  # by now others may be wanted
-
-    def _maybe_send_home(self, agent: RemoteAgent, grace_s: float) -> None:
-        """Let an agent go that has no workers, because it is leaving or they are not wanted any more."""
-        if not agent.workers and not self.fleet.is_closing and agent.state in (AgentState.LEAVING, AgentState.HERE):
-            self.fleet.send_home(agent, grace_s)
-
-    # -------------------------------------------------------------------------------------- agents come and go
-
-    def on_here(self, agent: RemoteAgent) -> None:
-        """An agent can be given workers."""
-        self._fill(agent)
-
-    def on_leaving(self, agent: RemoteAgent) -> None:
-        """An agent wants no more tickets: its workers finish what they have, and go."""
-        for _, process in sorted(agent.workers.items()):
-            self._let_go(process)
-        self._maybe_send_home(agent, _LAST_S)
-        self._loop.call_soon(self._fit)  # others may have room for as many
-
-    def on_forgotten(self, agent: RemoteAgent, why: str) -> None:
-        """An agent was given up: its workers are lost, and their ids free."""
-        lost, agent.lives = tuple(agent.lives.values()), {}
-        for process in lost:
-            process.on_lost(why)
-        listener = None if self.fleet.is_closing else self.listener
-        if self._is_fixed:  # each is replaced, and the place in its data at which the next one begins has to be known
-            for process in lost:
-                if listener is not None:
-                    listener.on_died(process.worker_id, process)
-            return
-        for worker, process in sorted(agent.workers.items()):
-            self._release(process)
-            if self.processes.pop(worker, None) is not None and listener is not None:
-                listener.on_lost(worker)
-        self._loop.call_soon(self._fit)  # others may have room for as many
-
-    def not_started(self, why: str) -> None:
-        """An agent or a worker has ended before it was of any use. The same reason is not logged twice in a row."""
-        if why != self._last_failure:
-            log.warning("%s", why)
-        self._last_failure = why
-        self._failed_starts += 1
-        if self._failed_starts < _FAILED_STARTS:
-            return
-        if self._is_fixed or not (self._has_others or self.processes):
-            others = "these batches cannot be made by others" if self._is_fixed else "there are none here"
-            self.fail(WorkerStartError(f"No worker can be had on another machine, and {others}. {why}"))
-
-    def fail(self, error: Exception) -> None:
-        """The run cannot go on."""
-        if self.listener is not None and not self.fleet.is_closing:
-            self.listener.on_failed(error)
-
-    # ------------------------------------------------------------------------------------------------- tickets
+    def begin_epoch(self, epoch: EpochSpec) -> None:
+        """Begin a new run over the data; tickets of the last one are forgotten."""
+        self._epoch = epoch
+        body = pickle.dumps(epoch)
+        for worker in self.processes.values():
+            worker.tell(Kind.EPOCH, body)
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
         """Give the worker tickets; return those whose keys cannot be pickled."""
-        process = self.processes[worker]
-        pickled, refused = pickle_tickets(tickets, pickled_keys)
+        pickled, refused = pickle_tickets(tickets, _pickled_keys)
         if pickled:
-            process.agent.send(Kind.TICKETS, process.life, pack_tickets(pickled))
+            self.processes[worker].tell(Kind.TICKETS, pack_tickets(pickled))
         return refused
 
-    def _allocate(self, nbytes: int) -> memoryview:
-        """Return memory for a buffer that is about to come: a slab, or beyond their budget any other."""
-        return self._slabs.receive(nbytes) or memoryview(bytearray(nbytes))
+    # ---------------------------------------------------------------------------------------------------- receiving
 
-    def on_worker_frame(self, agent: RemoteAgent, frame: Frame) -> None:
-        """Take a frame about a worker. Drop those about workers given up, or of another agent."""
-        process, kind = agent.lives.get(frame.life), frame.kind
-        if process is None:
-            return
-        if kind in OUTCOMES:
-            arrived_at = perf_counter()
-            outcome = outcome_of(frame, agent)
-            if self.listener is not None and outcome.record.epoch == self.fleet.epoch.number:
-                self.listener.on_outcome(process.worker_id, outcome, arrived_at)
-        elif kind == Kind.READY:
-            (process.pid,) = NUMBER.unpack(frame.body)
-            self._on_ready(process)
-        elif kind == Word.DIED:
-            self._on_died(process, pickle.loads(frame.body))
-        elif kind == Word.STACK:
-            process.on_awaits(str(frame.body, "utf-8", "replace"))
-        else:
-            raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
+    def accepts(self, hello: Hello) -> bool:
+        """Return whether an actor is to make batches; otherwise the run ends."""
+        here, there = facts(), hello.facts
+        if not (differs := differences(here, there)):
+            return True
+        words = f"Batches of a worker on node {hello.node} may differ from those made here: {', '.join(differs)}."
+        is_other = here["asyncloader"] != there["asyncloader"]
+        if self._on_mismatch == "warn" and not is_other:
+            log.warning("%s", words)
+            return True
+        allow = "" if is_other else ', or allow it: RayWorkers(on_mismatch="warn")'
+        self.on_refused(f"{words} Have the same there, by runtime_env for example{allow}.")
+        return False
 
-    def _on_ready(self, process: RemoteWorker) -> None:
-        """A worker has opened the dataset: from now on it takes part in the run."""
-        process.is_ready = process.agent.has_served = True
-        self._failed_starts = 0
-        if not process.stays or self.fleet.is_closing:
-            return
-        self.processes[process.worker_id] = process
+    def on_refused(self, why: str) -> None:
+        """Ray, or this pool, has refused an actor, and would refuse the next one."""
         if self.listener is not None:
-            self.listener.on_ready(process.worker_id)
+            self.listener.on_failed(WorkerStartError(f"No worker can be had on another machine. {why}"))
 
-    def _on_died(self, process: RemoteWorker, death: Death) -> None:
-        """Note that a worker has ended by itself. One that was not set up yet is no loss, and no batch's fault."""
-        worker, agent = process.worker_id, process.agent
-        del agent.lives[process.life]
-        process.on_died(death)
-        takes_part = self.processes.get(worker) is process
-        if self._is_fixed or (takes_part and death.was_set_up):
-            if self.listener is not None:
-                self.listener.on_died(worker, process)
+    def on_heard(self, worker: RayWorker, message: Message, buffers: Any, arrived_at: float) -> None:
+        """Take a message. Outcomes get the times of this machine's clock."""
+        kind, body, _ = message
+        if kind not in OUTCOMES:
+            self.on_message(worker, kind, pickle.loads(body) if body else None, arrived_at)
             return
-        self._release(process)
-        if takes_part:
-            del self.processes[worker]
-            if self.listener is not None:
-                self.listener.on_lost(worker)
-        said = describe_death(process.pid, death.exitcode) if death.exitcode is not None else ""
-        words = process.output.decode(errors="replace")
-        self.not_started(f"A worker on node {agent.node} ended before it was ready. {said} {words}")
-        agent.failed += 1
-        if agent.failed >= agent.size:
-            self.fleet.forget(agent)
+        outcome = unpack(kind, memoryview(body), partial(self._decode, buffers or ()))
+        record = outcome.record
+        record = record._replace(began=arrived_at - record.fetch_s - record.collate_s - record.encode_s)
+        self.on_message(worker, kind, outcome._replace(record=record), arrived_at)
+
+    def _decode(self, buffers: Sequence[Any], payload: memoryview) -> tuple[Any, int]:
+        own = [self._copy(buffer) for buffer in buffers]  # Ray's memory cannot be written to
+        return pickle.loads(payload, buffers=own), len(payload) + sum(map(len, own))
+
+    def _copy(self, buffer: Any) -> memoryview:
+        memory = self._slabs.receive(len(buffer)) or memoryview(bytearray(len(buffer)))
+        np.copyto(np.frombuffer(memory, np.uint8), buffer)
+        return memory
+
+    def _close(self) -> None:
+        self._slabs.retire(self)
+        super()._close()
 
 
-def _nothing() -> None:
-    """Have nothing sent."""
+def _pickled_keys(keys: Any) -> list[bytes]:
+    """Pickle the keys of a ticket; by value if classes of the main module are in them, which is another one there."""
+    data = pickle.dumps(keys, 5)
+    return [cloudpickle.dumps(keys, 5) if b"__main__" in data else data]

@@ -253,7 +253,7 @@ def of_one_batch(twin: Any, found: Found) -> dict[str, Any]:
         num_workers=int(options.has_workers),
         prefetch_factor=1 if options.has_workers else None,
         persistent_workers=False,
-        worker_backend="process" if options.provider is not None else twin.worker_backend,
+        worker_backend="process" if options.provider is not None else twin.worker_backend,  # on this machine
         generator=torch.Generator(),  # its base seed is known, and the trainer's generator is not asked
         collate_fn=made_with.collate_fn,
         worker_init_fn=made_with.worker_init_fn,

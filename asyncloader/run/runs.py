@@ -13,7 +13,6 @@ from typing import Any
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
-from asyncloader.observe.traffic import Traffic
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs, keys_in
 from asyncloader.run.current_run import CurrentRun
@@ -44,8 +43,6 @@ class Runs:
         loaded: A state that the next one begins from.
         exclusions: Samples that are left out, beside those of a loaded state.
         set_epochs: What samplers and the dataset were told by `set_epoch`.
-        traffic: Counts what comes from other machines.
-        num_on_nodes: Workers that there are to be on other machines, where their number looks after itself.
         warned: The warnings that were logged about states, once each.
         generator_keys: The keys of generators that the dataset holds.
     """
@@ -60,8 +57,6 @@ class Runs:
         self.exclusions = Exclusions()
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
         self.set_epochs = SetEpochs()
-        self.traffic = Traffic()
-        self.num_on_nodes = 0
         self.generator_keys = GeneratorKeys({}, {})
         self._trace: Trace | None = None
         self._number = next(_numbers) if is_in_step else None
@@ -71,7 +66,6 @@ class Runs:
         anew = {
             "current": CurrentRun(self.warned),
             "past": deque(maxlen=_REMEMBERED),
-            "traffic": Traffic(),
         }
         return {**vars(self), **forgotten, **anew, "set_epochs": copy.copy(self.set_epochs)}
 
@@ -249,7 +243,6 @@ class Runs:
             window,
             faults,
             trace,
-            self.traffic,
             loader,
             is_iterable=options.is_iterable,
             keys_arrive=keys_arrive,
@@ -258,8 +251,7 @@ class Runs:
             persistent_workers=options.persistent_workers,
             concurrency=options.samples_at_once,
             in_process=options.is_in_process,
-            on_nodes=options.provider is not None,
-            wanted_on_nodes=None if options.provider is None else options.provider.num_workers,
+            has_provider=options.provider is not None,
             auto=options.is_auto,
         )
 

@@ -177,9 +177,8 @@ class WorkerIterator(BaseIterator[T_co]):
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
         return None if self._pinner is None else Finisher(loop, self._pinner)
 
-    def note_number(self, num_workers: int, in_all: int) -> None:
+    def note_number(self, num_workers: int) -> None:
         """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
-        self._runs.num_on_nodes = in_all - num_workers
         if self._options.is_auto:  # otherwise it was set meanwhile
             self._checkpointer.num_workers = num_workers
             if (loader := self._loader()) is not None:

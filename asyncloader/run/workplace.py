@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from asyncloader.backends.backend import Backend
 from asyncloader.backends.processes.pool import Pool
@@ -39,7 +38,7 @@ def make_session(
     run: Run,
     home: asyncio.AbstractEventLoop | None,
     make_finisher: Callable[[GuardedLoop], Finisher | None],
-    tell: Callable[[int, int], None],
+    tell: Callable[[int], None],
 ) -> Session:
     """Return a session that begins with a run, and its workers, which are not started yet.
 
@@ -59,8 +58,9 @@ def make_session(
     loop = GuardedLoop(portal.loop)
     of_copy = while_alive(runs.set_epochs.of_copy, tuple[Told, ...]())
     copied = CopiedDataset(spec.dataset, partial(of_copy, spec.dataset))
-    pool = _make_pool(options, runs, spec, loop, copied, home)
-    supervisor = Supervisor(loop, pool, options, _make_auto(options, runs, pool, tell))
+    pool = _make_pool(options, spec, loop, copied, home)
+    auto = Auto(Controller(options, options.num_workers, usable_cores()), tell) if options.is_auto else None
+    supervisor = Supervisor(loop, pool, options, auto)
     session = Session(portal, loop, pool, run, supervisor, make_finisher(loop))
     copied.has_run_ended = while_alive(session.has_run_ended, False)
     return session
@@ -68,24 +68,17 @@ def make_session(
 
 def _make_pool(
     options: Options,
-    runs: Runs,
     spec: WorkerSpec,
     loop: GuardedLoop,
     copied: CopiedDataset,
     home: asyncio.AbstractEventLoop | None,
 ) -> Backend:
-    """Decide where the workers run: on a loop (0 of them), on threads, in processes, on other machines."""
+    """Decide where the workers run: on a loop (0 of them), on threads, in processes, where a provider has them."""
     if options.is_in_process:
         return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=home, copied=copied)
-    make_local = partial(_make_local, options, spec, loop, copied)
-    if options.provider is None:
-        return make_local()
-    wanted = runs.num_on_nodes if options.is_auto else None
-    backend: Backend = options.provider.make_backend(options, spec, loop, runs.traffic, wanted, make_local)
-    return backend
-
-
-def _make_local(options: Options, spec: WorkerSpec, loop: GuardedLoop, copied: CopiedDataset) -> Pool:
+    if options.provider is not None:
+        backend: Backend = options.provider.make_backend(options, spec, loop)
+        return backend
     pool = Pool(loop, options.start_context, spec, copied)
     pool.pack()
     return pool
@@ -112,18 +105,3 @@ def make_run(options: Options, runs: Runs, epoch: EpochSpec, plan: Iterator[Any]
     meter = runs.make_meter(options, epoch.epoch, options.num_at_start, scheduler.window, faults, keys_arrive=arrives)
     limit = ErrorLimit(options, progress, faults)
     return Run(options, scheduler, epoch, meter, plan, progress, limit)
-
-
-def _make_auto(options: Options, runs: Runs, pool: Backend, tell: Callable[[int, int], None]) -> Auto | None:
-    """Return what looks after the number of workers, or None if nothing does."""
-    if not options.is_auto:
-        return None
-    provider = options.provider
-    max_on_nodes = 0 if provider is None else provider.max_workers or sys.maxsize
-    controller = Controller(options, options.num_workers + runs.num_on_nodes, usable_cores(), max_on_nodes)
-    return Auto(controller, _all_here if provider is None else cast(Any, pool).place, tell)
-
-
-def _all_here(num_workers: int | None, most_here: int) -> int:
-    """Return how many workers are to be started on this machine, where no others are."""
-    return num_workers or 0

@@ -193,7 +193,7 @@ def refuse_in_main() -> None:
 def _become_worker(ends: Ends, start_method: str) -> list[OpenFile]:
     """Return the files that the worker is to open once more."""
     files = files_to_reopen() if start_method == "fork" else []  # at once: the trainer reads on
-    _keep_freed_memory()
+    keep_freed_memory()
     _settle_signals()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # Ctrl-C in the terminal is for the trainer; and a worker is killed with its children
@@ -209,7 +209,7 @@ def _become_worker(ends: Ends, start_method: str) -> list[OpenFile]:
     return files
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Have glibc's malloc keep the memory that a decoder frees, for the next sample.
 
     malloc maps each block above a threshold anew, and gives back free memory at the end of the heap. Both

@@ -43,7 +43,7 @@ def serve(
         transport = ProcessTransport(worker_id, channel, arena)
         transport.come_up()  # before the source is opened, which may call the user's code
         reopen(files)  # after the worker has said that it is up: a network drive may take its time
-        loop = make_loop(worker_id, transport, epoch, _opened(source))
+        loop = make_loop(worker_id, transport, epoch, opened(source))
         del source
         with loop.modes():
             loop.open()
@@ -67,7 +67,7 @@ _BELOW_GUARD = (
 )
 
 
-def _opened(source: Any) -> WorkerSpec | Exception:
+def opened(source: Any) -> WorkerSpec | Exception:
     """Return what to work with, or why there is nothing."""
     try:
         spec: WorkerSpec = source() if callable(source) else source
@@ -91,15 +91,19 @@ def _wait_to_be_killed() -> None:
 
 def _leave(error: BaseException, output: int) -> None:
     """End the process as an uncaught exception would: the parent sees a death with its exit code, and is told why."""
-    code = 1
     with contextlib.suppress(OSError):
         os.write(output, traceback_of(error).encode(errors="replace")[-_LAST_WORDS_BYTES:])
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    elif not isinstance(error, KeyboardInterrupt):  # the main process raises that by itself
+    if not isinstance(error, (SystemExit, KeyboardInterrupt)):  # the main process raises the latter by itself
         traceback.print_exception(error)
     _clean_up()
-    os._exit(code)
+    os._exit(exit_code(error))
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that this exception ends."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
 
 
 def _clean_up() -> None:

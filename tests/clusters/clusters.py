@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import tempfile
 import warnings
@@ -11,10 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import psutil
-
-from asyncloader.run.worker_iterator import WorkerIterator
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,22 +44,3 @@ def make_cluster(**head: Any) -> Iterator[Any]:
             finally:
                 ray.shutdown()
                 made.shutdown()
-
-
-def agents() -> list[psutil.Process]:
-    """The agents on this machine, of whatever trainer."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "asyncloader.ray.agent" in (process.info["cmdline"] or []):
-            found.append(process)
-    return found
-
-
-def end_all() -> None:
-    """End the runs and the agents of a test that failed: they would take nodes of the next one."""
-    for thing in gc.get_objects():
-        if isinstance(thing, WorkerIterator):
-            thing.close()
-    for agent in agents():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            agent.kill()

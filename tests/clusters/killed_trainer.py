@@ -23,7 +23,7 @@ class Endless(Dataset[int]):
 
 def main() -> None:
     ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
-    loader = DataLoader(Endless(), 1, worker_backend=RayWorkers(num_workers=2))
+    loader = DataLoader(Endless(), 1, worker_backend=RayWorkers(2))
     iterator = iter(loader)
     pids = {int(next(iterator))}
     while len(pids) < 2:

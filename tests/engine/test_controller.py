@@ -28,10 +28,6 @@ class World:
         cpu: Of these, how many it computes.
         cores: That there are.
         most: Workers beyond which something else limits: a disk, a server.
-        max_on_nodes: Workers on other machines that there may be.
-        slower: So many times as long as those here they take.
-        network: Batches a second that can come from there.
-        room: So many of them the cluster has room for.
         ahead: Batches that those who were there had been given, and the trainer takes before any of those who come.
     """
 
@@ -42,34 +38,24 @@ class World:
     most: int = 99
     start: int = 2
     stalls: tuple[tuple[float, float], ...] = ()  # when the machine does something else
-    max_on_nodes: int = 0
-    slower: float = 1.0
-    network: float = 1e9
-    room: int = 99
     ahead: float = 0.0
     now: float = 0.0
     history: list[tuple[float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.controller = Controller(
-            deciders.options(most_computing=self.cores, most_waiting=8), self.start, self.cores, self.max_on_nodes
+            deciders.options(most_computing=self.cores, most_waiting=8), self.start, self.cores
         )
-        self.wanted, self.count, self.elsewhere = self.start, self.start, 0
+        self.wanted = self.count = self.were = self.start
         self.comes_at = 0.0
         self.noted = {"waited": 0.0, "trained": 0.0}
         self.old = self.waiting = 0.0
-        self.were = self.start, 0
         names = ("taken", "waited", "trained", "made", "work", "cpu")
         self.sums: dict[str, float] = dict.fromkeys(names, 0.0)
 
-    def rates(self, count: int, elsewhere: int) -> tuple[float, float]:
-        """Return the batches a second that so many workers could make here, and that come from elsewhere."""
-        here = 1 / max(self.work / min(count, self.most), self.cpu / self.cores, 1e-4) if count else 0.0
-        return here, min(elsewhere / (self.work * self.slower), self.network)
-
-    def rate(self, count: int, elsewhere: int = 0) -> float:
+    def rate(self, count: int) -> float:
         """Return batches a second with so many workers."""
-        return min(1 / max(self.train, 1e-4), sum(self.rates(count, elsewhere)))
+        return 1 / max(self.work / min(count, self.most), self.cpu / self.cores, self.train, 1e-4)
 
     def run(self, seconds: float) -> World:
         """Let time pass."""
@@ -77,11 +63,9 @@ class World:
         while self.now < end:
             self.now += STEP_S
             is_stalled = any(start <= self.now < end for start, end in self.stalls)
-            rate = 1e-6 if is_stalled else self.rate(self.count, self.elsewhere)
+            rate = 1e-6 if is_stalled else self.rate(self.count)
             made = rate * STEP_S
             sums = self.sums
-            here, there = self.rates(self.count, self.elsewhere)
-            far = made * there / (here + there)
             batches = self.taken(made)
             if int(sums["taken"] + batches) > int(sums["taken"]):  # what is known was noted with a batch
                 part = (int(sums["taken"] + batches) - sums["taken"]) / batches
@@ -93,17 +77,15 @@ class World:
             sums["waited"] += max(0.0, STEP_S - batches * self.train)
             # A worker that shares a core, or a disk, takes longer.
             is_limit = rate < 1 / self.train * 0.999
-            near = made - far
-            sums["work"] += (STEP_S * self.count if is_limit else near * self.work) + far * self.work * self.slower
-            sums["cpu"] += STEP_S * self.count if is_limit and self.cpu > 0.5 * self.work else near * self.cpu
-            sums["cpu"] += far * self.cpu * self.slower
+            sums["work"] += STEP_S * self.count if is_limit else made * self.work
+            sums["cpu"] += STEP_S * self.count if is_limit and self.cpu > 0.5 * self.work else made * self.cpu
             self.look()
         return self
 
     def taken(self, made: float) -> float:
         """Return how many batches the trainer takes while so many are made."""
         if self.old > 0:  # those who came make what is behind what the others had been given
-            taken = min(made, self.rate(*self.were) * STEP_S)
+            taken = min(made, self.rate(self.were) * STEP_S)
             self.old -= taken
         else:
             taken = min(self.waiting + made, STEP_S / max(self.train, 1e-4))
@@ -114,14 +96,12 @@ class World:
         """Have the controller look, and workers come and go."""
         controller = self.controller
         if self.now >= self.comes_at:
-            here = min(controller.num_workers, controller.most_here)
-            if self.count < here and self.old <= 0:
-                self.old, self.were = self.ahead, (self.count, self.elsewhere)
-            self.count, self.elsewhere = here, min(controller.num_workers - here, self.room)
+            if self.count < controller.num_workers and self.old <= 0:
+                self.old, self.were = self.ahead, self.count
+            self.count = controller.num_workers
         if self.now >= controller.due:
             sums = self.sums
-            there = self.count + self.elsewhere
-            load = Load(self.now, there, int(sums["taken"]), self.noted["waited"], self.noted["trained"],
+            load = Load(self.now, self.count, int(sums["taken"]), self.noted["waited"], self.noted["trained"],
                         int(sums["made"]), sums["work"], sums["cpu"], 0.0)  # fmt: skip
             controller.observe(load)
             if controller.num_workers != self.wanted:
@@ -251,65 +231,6 @@ def test_a_window_begins_when_workers_that_came_have_made_batches() -> None:
         controller.observe(load)
         assert (controller._first is not None) == has_begun
         load = load._replace(made=load.made - made)
-
-
-ELSEWHERE = st.builds(
-    World,
-    train=st.floats(0.001, 0.02),
-    work=st.floats(0.02, 0.2),
-    cpu=st.just(0.0),
-    max_on_nodes=st.just(16),
-    slower=st.sampled_from([1.0, 1.0, 1.3]),
-)
-
-
-@settings(deadline=None, max_examples=examples(60), derandomize=True)
-@given(ELSEWHERE)
-def test_other_machines_help_where_this_one_does_not_do(world: World) -> None:
-    """Within 10 s it comes to what this machine's and theirs can do together, and stays there."""
-    world.run(10)
-    assert world.rate(world.count, world.elsewhere) >= 0.85 * world.rate(8, 16), world.controller
-    changes = len(world.history)
-    world.run(60)
-    assert len(world.history) - changes <= 8, f"it flutters: {world.history}"
-
-
-def test_those_of_this_machine_come_first_and_go_last() -> None:
-    """A node is somebody else's to use."""
-    world = World(0.005, 0.06, 0.0, max_on_nodes=16).run(10)
-    assert world.count == 8
-    assert 4 <= world.elsewhere <= 8
-    world.train = 0.05
-    world.run(5)
-    assert (world.count, world.elsewhere) == (2, 0)
-
-
-def test_what_computes_goes_elsewhere_when_the_cores_here_are_full() -> None:
-    """And there it is not held against the cores of this machine."""
-    world = World(0.005, 0.04, 0.04, max_on_nodes=16).run(10)
-    assert world.count == 2
-    assert 6 <= world.elsewhere <= 9
-
-
-@pytest.mark.parametrize("network", [30.0, 100.0, 250.0])
-def test_it_stops_where_the_network_is_full(network: float) -> None:
-    """And keeps nobody there who would only wait for it."""
-    world = World(0.001, 0.1, 0.0, max_on_nodes=64, network=network).run(30)
-    needed = network * world.work
-    assert 0.85 * needed <= world.elsewhere <= 1.5 * needed + 1, world.history
-    assert world.rate(world.count, world.elsewhere) >= 0.85 * world.rate(8, 64)
-    changes = len(world.history)
-    world.run(60)
-    assert len(world.history) - changes <= 8, f"it flutters: {world.history}"
-
-
-def test_a_cluster_without_room_is_not_waited_for_for_ever() -> None:
-    """It goes on with what has come, and asks again later."""
-    world = World(0.001, 0.1, 0.0, max_on_nodes=16, room=3).run(100)
-    assert (world.count, world.elsewhere) == (8, 3)
-    asked = [at for at, count in world.history if count > 11]
-    assert len(asked) >= 2
-    assert asked[1] - asked[0] > 60
 
 
 def test_representation() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from asyncloader import DataLoader
-from asyncloader.engine.actions import Discard, GiveUp, Replace, Ticket, Vacate
+from asyncloader.engine.actions import Discard, GiveUp, Postpone, Replace, Ticket, Vacate
 from asyncloader.engine.recovery import Overdue, Recovery
 from asyncloader.errors import BatchTimeoutError, WorkerDiedError, WorkerStartError
 from asyncloader.messages.snapshot import Frozen, WorkerStart
@@ -142,10 +142,13 @@ def test_workers_that_never_come_up_end_it(num_workers: int, ready_after: int) -
 
 
 def test_machines_that_go_are_no_starts_that_failed() -> None:
-    """However many go while their workers are still coming up."""
-    recovery = Recovery(deciders.options(num_at_start=1))
-    for _ in range(10):
-        lose(recovery, Gone(is_ready=False, is_lost=True))
+    """However many go while workers come up. Others go on, or else another one takes the place."""
+    kinds: tuple[tuple[str, Any], ...] = (("", Postpone), ("an iterable dataset is divided among them", Vacate))
+    for stays, kind in kinds:
+        recovery = Recovery(deciders.options(num_at_start=1, why_workers_stay=stays))
+        for _ in range(10):
+            (action,) = recovery.died(Gone(is_ready=False, is_lost=True), None, is_active=True)
+            assert isinstance(action, kind)
 
 
 def test_one_that_could_not_be_set_up_ends_it_at_once() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.engine.actions import Postpone, Replace, Vacate
+from asyncloader.engine.actions import GiveUp, Postpone, Send, Vacate
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.supervisor import Supervisor
 from asyncloader.messages.messages import Kind
@@ -24,10 +24,14 @@ class Pool:
 
     def __init__(self) -> None:
         self.added: list[int] = []
+        self.dismissed: list[int] = []
         self.processes: dict[int, Any] = {}
 
     def add(self, worker: int, num_workers: int) -> None:
         self.added.append(worker)
+
+    def dismiss(self, worker: int, grace_s: float) -> None:
+        self.dismissed.append(worker)
 
 
 class Spare:
@@ -61,7 +65,13 @@ class Session:
         scheduler = Scheduler(deciders.options(on_timeout="retry"))
         faults = SimpleNamespace(replacements=0, timeouts=0)
         self.run: Any = SimpleNamespace(
-            scheduler=scheduler, forget_given=lambda worker: None, faults=faults, epoch=None, tracks={}, plan_ended=True
+            scheduler=scheduler,
+            forget_given=lambda worker: None,
+            start_of=lambda worker: None,
+            faults=faults,
+            epoch=None,
+            tracks={},
+            plan_ended=True,
         )
         self.applied: list[Any] = []
 
@@ -80,19 +90,36 @@ def supervise(loop: GuardedLoop, pool: Any, session: Any) -> Supervisor:
     return supervisor
 
 
-async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
-    """Its machine has gone meanwhile: nobody could start it there."""
+async def test_others_do_what_a_worker_had_that_is_lost_with_its_machine() -> None:
+    """No ticket is blamed, and the worker is started again when there is room; until then nothing waits for it."""
     pool, session, loop = Pool(), Session(), Timers()
     supervisor = supervise(loop, pool, session)
-    session.run.scheduler.planned(range(4))
-    supervisor.do(Vacate(1, lambda tickets: RuntimeError(), rest_s=1000.0))
-    assert session.run.scheduler.resting == {1}
-    supervisor.on_lost(1)
-    assert [timer.cancelled() for timer in loop.timers] == [True]
-    assert not any(isinstance(action, Replace) for action in session.applied)
-    assert supervisor.workforce.members == {0}
-    assert session.run.scheduler.resting == set()
-    session.run.scheduler.validate()
+    scheduler = session.run.scheduler
+    session.apply = lambda actions: [supervisor.do(action) for action in actions if not isinstance(action, Send)]
+    scheduler.planned(range(4))
+    lost: Any = SimpleNamespace(worker_id=1, is_lost=True, was_set_up=True, pid=7, exitcode=None, output=b"")
+    supervisor.on_died(1, lost)
+    assert pool.dismissed == [1]
+    assert {batch: ticket.tries for batch, ticket in scheduler.in_flight[0].items()} == dict.fromkeys(range(4), 0)
+    assert scheduler.active == {0}
+    assert supervisor.workforce.is_coming(1)
+    await until(lambda: pool.added)
+    assert pool.added == [1]
+    scheduler.validate()
+
+
+async def test_a_run_whose_last_worker_could_not_be_started_ends() -> None:
+    """It has begun without any, and none would come."""
+    pool, session = Pool(), Session()
+    supervisor = Supervisor(Timers(), pool, deciders.options(num_at_start=0, num_expected=2))  # type: ignore[arg-type]
+    supervisor.attach(session)  # type: ignore[arg-type]
+    session.run.scheduler = Scheduler(deciders.options(num_at_start=0, num_expected=2))
+    ended: Any = SimpleNamespace(is_lost=False, was_set_up=True, pid=7, exitcode=3, output=b"no torch")
+    supervisor.on_died(0, ended)
+    assert session.applied == []
+    supervisor.on_died(1, ended)
+    assert [type(action) for action in session.applied] == [GiveUp]
+    assert "no torch" in str(session.applied[0].error)
 
 
 @pytest.mark.parametrize("hung", [False, True])

@@ -153,15 +153,19 @@ def test_one_that_is_not_wanted_before_it_is_ready_goes_at_once() -> None:
     assert world.settle() == [Dismiss(1)]
 
 
-def test_one_that_nobody_has_asked_for_is_welcome() -> None:
-    """So workers come that start elsewhere; one that is gone is not asked for again."""
-    world = World(1)
-    world.places[7] = Place()
-    world.carry_out(world.workforce.ready(7, world.roster))
-    assert world.roster.takes(7)
-    assert world.workforce.members == {0, 7}
-    world.workforce.lose(7)
-    assert world.settle() == [Leave(7)]
+def test_a_run_may_begin_before_the_first_of_its_workers() -> None:
+    """They are being started, and join as they come; one that is not wanted any more goes."""
+    workforce, roster = Workforce(deciders.options(num_at_start=0, num_expected=3)), Roster(0, 0)
+    processes: Any = {worker: Place(False) for worker in range(3)}
+    assert workforce.settle(roster, processes) == []
+    assert workforce.ready(1, roster) == [Join(1)]
+    roster.join(1)
+    workforce.want(2)
+    assert workforce.settle(roster, processes) == [Dismiss(2)]
+    assert workforce.ready(2, roster) == [Dismiss(2)]
+    assert workforce.ready(0, roster) == [Join(0)]
+    workforce.lose(0)
+    assert workforce.members == {1}
 
 
 def test_a_run_that_was_made_for_others_gets_those_that_are_there() -> None:
@@ -210,27 +214,6 @@ def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> N
         world.renew()
         world.get_ready()
     assert all(world.made.get(worker, 0) <= 2 + 2 * len(takers) for worker in takers), "some get old"
-
-
-def test_those_of_other_machines_come_and_go_by_themselves() -> None:
-    """The number that is wanted is that of this machine; who was wanted here before is no guest."""
-    workforce, roster = Workforce(deciders.options(num_at_start=2)), Roster(2, 0)
-    assert workforce.ready(5, roster) == [Join(5)]
-    roster.join(5)
-    workforce.want(4)
-    assert (workforce.wanted, workforce.guests) == ({0, 1, 2, 3}, {5})
-    workforce.want(1)
-    assert workforce.members == {0, 5}
-    assert workforce.ready(2, roster) == [Dismiss(2)]  # it was being started when it was wanted no more
-    assert workforce.members == {0, 5}
-    assert workforce.leave(5, roster) == [Leave(5)]
-    assert workforce.members == {0}
-    roster.leave(5)
-    processes: Any = {0: Place(), 1: Place(), 5: Place()}
-    assert workforce.settle(roster, processes) == [Leave(1)]
-    workforce = Workforce(deciders.options(num_at_start=3))  # the first ones are being started
-    workforce.want(1)
-    assert workforce.ready(2, Roster(1, 0)) == [Dismiss(2)]
 
 
 # ------------------------------------------------------------------------------------------------------------ renewal
@@ -346,7 +329,7 @@ def test_a_worker_that_is_far_above_its_bound_is_sent_nothing_until_it_is_renewe
     assert all(map(workforce.may_send, range(3)))
 
 
-@pytest.mark.parametrize("end", ["reset", "lose", "leave", "settle"])
+@pytest.mark.parametrize("end", ["reset", "lose", "settle"])
 def test_a_worker_that_dies_or_leaves_is_not_renewed(end: str) -> None:
     """What comes in its place has made nothing; one that stays after all is due again."""
     workforce, roster, places = (
@@ -357,8 +340,6 @@ def test_a_worker_that_dies_or_leaves_is_not_renewed(end: str) -> None:
     make(workforce, 2, 1)
     assert choose(workforce) == 2
     match end:
-        case "leave":
-            assert workforce.leave(2, roster) == [Leave(2)]
         case "settle":
             workforce.want(2)
             assert workforce.settle(roster, places) == [Leave(2)]  # type: ignore[arg-type]

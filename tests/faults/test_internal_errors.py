@@ -40,7 +40,6 @@ from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.typing import AsyncDataset
 from tests.leftovers import Holdings
 from tests.pins import Pins
-from tests.ray.local_agents import LocalAgents
 
 PACKAGE = str(Path(asyncloader.__file__).parent)
 PATIENCE_S = 20.0  # on a busy machine; what hangs hangs for ever
@@ -141,8 +140,6 @@ def make_loader(kind: str, folder: Path) -> DataLoader[Any]:
     elif kind == "hung":
         data = Failing(folder, hangs=True)
         options |= {"timeout": 0.3, "on_timeout": "retry", "max_retries": 50}  # on a busy machine others are late too
-    elif kind == "remote":
-        options |= {"num_workers": 1, "worker_backend": LocalAgents(1)}
     return DataLoader(data, **options)  # type: ignore[arg-type]
 
 
@@ -158,7 +155,6 @@ KINDS = [
     "pinned",
     "killed",
     "hung",
-    "remote",
 ]
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
-from asyncloader.observe.trace import Trace, batch, shared_trace, taken, tracing
+from asyncloader.observe.trace import shared_trace, tracing
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside
@@ -146,27 +146,6 @@ def test_batches_that_overlap_lie_on_tracks_of_their_own(tmp_path: Path) -> None
         )
         assert all(ends(one) <= other["ts"] + 0.3 for one, other in itertools.pairwise(batches))
     assert sum(slice_["name"] == "fetch" for name in lanes for slice_ in tracks[name]) == 40
-
-
-def test_workers_of_another_machine_have_a_process_of_their_own(tmp_path: Path) -> None:
-    """By the name of the node; the same id may be another worker's there. The rest is the trainer's."""
-    trace = Trace(tmp_path / "run.json")
-    for number, node in enumerate(("", "n1", "n2", "n1")):
-        trace.note(batch, node, number, 0, 1.0, 2.0 + number, (("fetch", 0.5),), 3.0 + number, 3.1 + number)
-        trace.note(taken, number, 0.0, 0.0, 9.0, 0)
-    trace.close()
-    _, events = read(trace.path)
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {1: "trainer", 2: "node n1", 3: "node n2"}
-    threads = [(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"]
-    assert set(threads) == {(1, "channel"), (1, "worker 0"), (1, "consumer"), (2, "worker 0"), (3, "worker 0")}
-    assert len(threads) == 5
-    made = [event["pid"] for event in events if event["ph"] == "X" and event["name"].startswith("batch")]
-    assert made == [1, 2, 3, 2]
-    assert {event["pid"] for event in events if event["name"] in ("send", "receive", "take", "ready")} == {1}
-    for number, pid in enumerate(made):
-        arrow = [(event["ph"], event["pid"]) for event in events if event["ph"] in "stf" and event["id"] == number]
-        assert arrow == [("s", 1), ("t", pid), ("t", 1), ("f", 1)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

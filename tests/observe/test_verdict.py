@@ -11,7 +11,6 @@ from asyncloader.observe.figures import Workers, WorkerStats
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.tally import Tally, Timing
-from asyncloader.observe.traffic import Received
 
 BATCHES = 41
 
@@ -84,35 +83,11 @@ def test_more_batches_ahead_than_the_window() -> None:
     assert "37.7 batches ahead (window 4), 30.0 of them ready" in str(stats)
 
 
-ON_NODES = {"on_nodes": True}
-
-
-@pytest.mark.parametrize(("cpu_s", "what"), [(0.4, "the network is full"), (1.15, "the thread that receives them is")])
-def test_the_way_from_other_machines(cpu_s: float, what: str) -> None:
-    """Batches are on it all the time, and workers wait until theirs is: the link, or who receives, has no time left."""
-    idle = {"train": 0.001, "waited": 0.029, "fetch": 0.1, "busy": 0.4, "workers": 8, "cpu": 0.9}
-    stats = figures(**idle, received=Received(12 << 30, 1.19, cpu_s), options=ON_NODES)
-    assert stats.verdict.limit == "network"
-    assert "on their way 99% of it, at 11 GB/s" in stats.verdict.text
-    assert what in stats.verdict.text
-    assert stats.verdict.advice == {}
-    assert "from other machines: 12884.9 MB at 11 GB/s, a batch on its way 99% of the time" in str(stats)
-    assert stats.as_dict()["received"]["seconds"] == 1.19
-
-
-def test_the_way_is_no_limit_where_workers_are_busy() -> None:
-    """With many nodes there is always a batch on its way."""
-    busy = {"train": 0.001, "waited": 0.029, "fetch": 0.1, "busy": 0.95, "workers": 8, "cpu": 0.9}
-    verdict = figures(**busy, received=Received(1 << 30, 1.19, 0.1), options=ON_NODES).verdict
-    assert verdict.limit == "fetch"
-
-
-def test_cores_of_other_machines_are_not_ours() -> None:
-    """Workers there compute, and more of them would help: they do not fill the cores here."""
+def test_cores_of_workers_that_a_provider_brings_are_not_ours() -> None:
+    """They compute, and more of them would help: they do not fill the cores here."""
     computing = {"train": 0.001, "waited": 0.029, "fetch": 0.24, "busy": 0.95, "workers": 8}
-    stats = figures(**computing, of_workers={"remote_cpu_s": 0.24 * (BATCHES - 1)}, options=ON_NODES)
+    stats = figures(**computing, options={"has_provider": True})
     assert "more workers would help, up to about 32 make it 4.0 times" in stats.verdict.text
-    assert stats.verdict.advice == {}  # num_workers is that of this machine
     assert "all 2 cores are full" in figures(**computing).verdict.text
 
 

@@ -19,7 +19,6 @@ from asyncloader.epochs import listeners
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 _NO_HOME = (
@@ -92,24 +91,6 @@ class LocalPool(BasePool[LocalWorker]):
         """Give the worker tickets. Nothing is pickled."""
         self.processes[worker].put(Kind.TICKETS, tickets)
         return ()
-
-    # ------------------------------------------------------------------------------------------------- receiving
-
-    def on_message(self, worker: LocalWorker, kind: int, body: Any, arrived_at: float) -> None:
-        """Take a message from a worker; what was posted before nobody listened to it any more is dropped."""
-        listener = self.listener
-        if listener is None or not worker.is_alive or self.processes.get(worker.worker_id) is not worker:
-            return
-        if kind in OUTCOMES:
-            if body.record.epoch == self._epoch.number:
-                listener.on_outcome(worker.worker_id, body, arrived_at)
-        elif kind == Kind.READY:
-            worker.is_ready = True
-            listener.on_ready(worker.worker_id)
-        elif kind == Kind.AWAITS:
-            worker.on_awaits(body)
-        elif kind == Kind.ENDING:
-            worker.put(Kind.CONFIRM, body)
 
     def _tell_death(self, listener: Listener, worker: LocalWorker) -> None:
         if self._home is None:

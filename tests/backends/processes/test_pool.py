@@ -136,12 +136,6 @@ class Heard:
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker, process.pid))
 
-    def on_left(self, worker: int) -> None:
-        self.told.append(("left", worker))
-
-    def on_lost(self, worker: int) -> None:
-        self.told.append(("lost", worker))
-
     def on_prepared(self, worker: int) -> None:
         self.told.append(("prepared", worker))
 

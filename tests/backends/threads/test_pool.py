@@ -67,12 +67,6 @@ class Heard:
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker))
 
-    def on_left(self, worker: int) -> None:
-        self.told.append(("left", worker))
-
-    def on_lost(self, worker: int) -> None:
-        self.told.append(("lost", worker))
-
     def on_closed(self) -> None:
         self.closed += 1
 
