@@ -110,72 +110,61 @@ class Source:
             meta = obstore.head(*self._place(url))
             return Version(meta["size"], meta["e_tag"] or "")
 
-    def read(self, url: str, start: int = 0, stop: int | None = None, *, max_bytes: int) -> bytes:
-        """Return a file, or the bytes from `start` up to, and not including, `stop`.
+    def read(
+        self,
+        url: str,
+        start: int = 0,
+        stop: int | None = None,
+        version: Version | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> bytes:
+        """Return a file, or the bytes from `start` up to, and not including, `stop`; of one version, if it is given.
 
         Raises:
-            FetchError: There are more than `max_bytes`, or they did not come.
+            FetchError: A whole file has more than `max_bytes`, the file is another one now, or they did not come.
         """
         if start == stop:
             return b""
         if self.is_local(url):
-            return read_local(url, start, stop, max_bytes=max_bytes)
-        import obstore
-
-        with failures_told(url):
-            answer = obstore.get(*self._place(url), options=_options(start, stop))
-            end = _end_of(answer, url, stop, max_bytes)
-            return _whole(bytes(answer.bytes()), url, start, end)
-
-    def read_range(self, url: str, start: int, stop: int, version: Version) -> bytes:
-        """Return some bytes of one version of a file.
-
-        Raises:
-            FetchError: They did not come, or the file is another one now.
-        """
-        if start == stop:
-            return b""
-        if self.is_local(url):
-            return read_local(url, start, stop, version)
+            return read_local(url, start, stop, version, max_bytes=max_bytes)
         import obstore
 
         with failures_told(url):
             answer = obstore.get(*self._place(url), options=_options(start, stop, version))
-            _check_version(answer, url, version)
-            return _whole(bytes(answer.bytes()), url, start, stop)
+            end = _end_of(answer, url, stop, version, max_bytes)
+            return _whole(bytes(answer.bytes()), url, start, end)
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
         """Return the bytes of each range; those of neighbours are parts of one memory."""
         runs, which = merged(ranges)
-        return _parts(ranges, runs, which, [self.read_range(*run) for run in runs])
+        return _parts(ranges, runs, which, [self.read(*run) for run in runs])
 
     # ------------------------------------------------------------------------------------------------------- awaited
 
-    async def read_async(self, url: str, start: int = 0, stop: int | None = None, *, max_bytes: int) -> bytes:
+    async def read_async(
+        self,
+        url: str,
+        start: int = 0,
+        stop: int | None = None,
+        version: Version | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> bytes:
         """Return what `read` returns, without blocking the loop."""
         if start == stop or self.is_local(url):
-            return await in_thread(self.read, url, start, stop, max_bytes=max_bytes)
+            return await in_thread(self.read, url, start, stop, version, max_bytes=max_bytes)
         import obstore
 
         with failures_told(url):
-            answer = await _call(obstore.get_async, *self._place(url), options=_options(start, stop))
-            end = _end_of(answer, url, stop, max_bytes)
+            answer = await _call(obstore.get_async, *self._place(url), options=_options(start, stop, version))
+            end = _end_of(answer, url, stop, version, max_bytes)
             return _whole(bytes(await _call(answer.bytes_async)), url, start, end)
 
     async def read_ranges_async(self, ranges: Sequence[Range]) -> list[memoryview]:
         """Return what `read_ranges` returns, without blocking the loop: all ranges are asked for at once."""
         runs, which = merged(ranges)
-        return _parts(ranges, runs, which, await asyncio.gather(*(self._read_run(*run) for run in runs)))
-
-    async def _read_run(self, url: str, start: int, stop: int, version: Version) -> bytes:
-        if start == stop or self.is_local(url):
-            return await in_thread(self.read_range, url, start, stop, version)
-        import obstore
-
-        with failures_told(url):
-            answer = await _call(obstore.get_async, *self._place(url), options=_options(start, stop, version))
-            _check_version(answer, url, version)
-            return _whole(bytes(await _call(answer.bytes_async)), url, start, stop)
+        return _parts(ranges, runs, which, await asyncio.gather(*(self.read_async(*run) for run in runs)))
 
     # ------------------------------------------------------------------------------------------------------- stores
 
@@ -225,7 +214,7 @@ class RangeFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Read the next bytes."""
         stop = max(self._at, min(self._at + len(buffer), self._version.size))
-        data = self._source.read_range(self._url, self._at, stop, self._version)
+        data = self._source.read(self._url, self._at, stop, self._version)
         buffer[: len(data)] = data
         self._at = stop
         return len(data)
@@ -357,17 +346,14 @@ def _options(start: int, stop: int | None, version: Version | None = None) -> Ge
     return options
 
 
-def _end_of(answer: GetResult, url: str, stop: int | None, max_bytes: int) -> int:
-    if stop is not None:
-        return stop
-    if (size := answer.meta["size"]) > max_bytes:
-        raise too_large(url, max_bytes)
-    return size
-
-
-def _check_version(answer: GetResult, url: str, version: Version) -> None:
-    if (answer.meta["size"], answer.meta["e_tag"] or "") != version:
+def _end_of(answer: GetResult, url: str, stop: int | None, version: Version | None, max_bytes: int | None) -> int:
+    """Return the byte behind the last that is to come, and see that the object is the one that is meant."""
+    size = answer.meta["size"]
+    if version is not None and (size, answer.meta["e_tag"] or "") != version:
         raise_changed(url)
+    if stop is None and max_bytes is not None and size > max_bytes:
+        raise too_large(url, max_bytes)
+    return size if stop is None else stop
 
 
 def _whole(data: bytes, url: str, start: int, stop: int) -> bytes:
