@@ -1,17 +1,88 @@
-"""Blocks of files that were used last, in a bounded number of bytes: rows and samples of later batches share them."""
+"""Samples out of blocks of files: what datasets of rows and of shards have in common."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from asyncloader.checks import at_least
+from asyncloader.datasets.apart import run_apart
+from asyncloader.datasets.decoding import Decoder
+from asyncloader.datasets.source import Source
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T_co = TypeVar("T_co", covariant=True)
 V = TypeVar("V")
 
 
+class BlockDataset(Dataset[T_co]):
+    """A dataset of samples that lie in blocks of files, here or elsewhere.
+
+    Args:
+        paths: Paths and urls of the files.
+        decode: Makes a sample of what was read.
+        cache_bytes: How many bytes of blocks each worker keeps.
+        store: A store of obstore's, in which the paths are names of objects.
+        store_options: What else `obstore.store.from_url` takes.
+    """
+
+    _blocks: NDArray[np.int64]  # the first sample of each block, and behind the last one how many samples there are
+
+    def __init__(
+        self,
+        paths: list[str],
+        decode: Callable[..., T_co] | None,
+        cache_bytes: int,
+        store: ObjectStore | None,
+        store_options: Mapping[str, Any],
+    ) -> None:
+        self.paths, self.decode = paths, decode
+        self.cache_bytes = at_least("cache_bytes", cache_bytes, least=0)
+        self._decoder = Decoder(decode)
+        self._source = Source(store, store_options)
+        self._source.check(paths, type(self).__name__)
+        self.is_remote = not all(map(self._source.is_local, paths))
+
+    def _asked(self, function: Callable[..., V], *args: Any) -> V:
+        """Return what a function of this package finds out of the files: remote ones by a process of its own."""
+        ask = (self._source, self.paths, *args)
+        return run_apart(function, *ask) if self.is_remote else function(*ask)
+
+    def __len__(self) -> int:
+        return int(self._blocks[-1])
+
+    @property
+    def block_sizes(self) -> NDArray[np.int64]:
+        """How many samples there are in each block: for a BlockShuffleSampler."""
+        return np.diff(self._blocks)
+
+    def _block_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._blocks, numbers, side="right") - 1
+
+    def __getitem__(self, index: int) -> T_co:
+        """Read and decode one sample."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
+        """Read and decode the samples of a batch."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[T_co]:
+        return map(self.__getitem__, range(len(self)))
+
+
 class KeptBlocks(Generic[V]):
-    """Keeps what was used last. Any thread may call it; a copy in another process begins empty.
+    """Keeps the blocks that were used last, in a bounded number of bytes, for later batches.
+
+    Any thread may call it; a copy in another process begins empty.
 
     Args:
         max_bytes: How much to keep.

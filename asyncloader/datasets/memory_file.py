@@ -51,10 +51,6 @@ class MemoryFile:
         path: Where it is, if it has a name.
     """
 
-    turn: ClassVar[threading.RLock] = threading.RLock()
-    """Held while a file is opened a second time, and by who locks a file: to close a descriptor of a file gives up all
-    locks that the process has on it."""
-
     _known: ClassVar[weakref.WeakValueDictionary[bytes, MemoryFile]] = weakref.WeakValueDictionary()
 
     def __init__(self, fd: int, token: bytes, path: str | None = None) -> None:
@@ -94,17 +90,19 @@ class MemoryFile:
         Raises:
             ValueError: The file is something else, or has another token.
         """
-        with cls.turn:
-            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-            head = os.pread(fd, HEAD, 0)
-            if len(head) < HEAD or head[_KIND] != kind or token not in (None, head[_TOKEN]):
-                os.close(fd)
-                raise ValueError(f"{path} is not the file that was expected")
-            return cls._admit(fd, head[_TOKEN], path)
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        head = os.pread(fd, HEAD, 0)
+        if len(head) < HEAD or head[_KIND] != kind or token not in (None, head[_TOKEN]):
+            os.close(fd)
+            raise ValueError(f"{path} is not the file that was expected")
+        return cls._admit(fd, head[_TOKEN], path)
 
     @classmethod
     def _admit(cls, fd: int, token: bytes, path: str | None = None) -> Self:
-        """Take a descriptor, unless the file is known already. Called with `turn` held."""
+        """Take a descriptor, unless the file is known already.
+
+        Two threads that open a file at the same moment have two objects of it, which does no harm.
+        """
         if (known := cls._known.get(token)) is not None:
             os.close(fd)
             return known  # type: ignore[return-value]
@@ -183,32 +181,28 @@ def _open(path: str, kind: bytes, token: bytes) -> MemoryFile:
 
 
 def _inherit(token: bytes, fd: Any) -> MemoryFile:
-    with MemoryFile.turn:
-        descriptor = fd.detach()
-        os.set_inheritable(descriptor, False)
-        return MemoryFile._admit(descriptor, token)
+    descriptor = fd.detach()
+    os.set_inheritable(descriptor, False)
+    return MemoryFile._admit(descriptor, token)
 
 
 def _attach(token: bytes, pid: int, number: int) -> MemoryFile:
     """Open the file by way of a process that has it open."""
     if (known := MemoryFile._known.get(token)) is not None:
         return known
-    with MemoryFile.turn:
-        path = f"/proc/{pid}/fd/{number}"
-        try:
-            fd = _open_other(path, token)
-        except PermissionError as error:
-            raise PermissionError(
-                errno.EACCES, f"shared memory of process {pid}, which is another user's", path
-            ) from error
-        except OSError as error:
-            raise FileNotFoundError(
-                errno.ENOENT,
-                f"shared memory is not there: process {pid}, which pickled it, has ended, has let go of it, or runs in "
-                "another container or on another machine",
-                path,
-            ) from error
-        return MemoryFile._admit(fd, token)
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        fd = _open_other(path, token)
+    except PermissionError as error:
+        raise PermissionError(errno.EACCES, f"shared memory of process {pid}, which is another user's", path) from error
+    except OSError as error:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"shared memory is not there: process {pid}, which pickled it, has ended, has let go of it, or runs in "
+            "another container or on another machine",
+            path,
+        ) from error
+    return MemoryFile._admit(fd, token)
 
 
 def _open_other(path: str, token: bytes) -> int:
@@ -240,11 +234,3 @@ def _memory_fd() -> int:
             return os.memfd_create("asyncloader-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def _after_fork() -> None:
-    MemoryFile.turn = threading.RLock()  # another thread of the parent may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

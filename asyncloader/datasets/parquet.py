@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
-from asyncloader.checks import at_least
-from asyncloader.datasets.apart import run_apart
 from asyncloader.datasets.blocking import in_thread
-from asyncloader.datasets.decoding import Decoder
 from asyncloader.datasets.errors import FetchError, require
-from asyncloader.datasets.kept_blocks import KeptBlocks
+from asyncloader.datasets.kept_blocks import BlockDataset, KeptBlocks
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.source import RangeFile, Source, Version, listed
 from asyncloader.errors import ConfigurationError
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
-class ParquetDataset(Dataset[T_co]):
+class ParquetDataset(BlockDataset[T_co]):
     """Serve the rows of Parquet files.
 
     A row group is what can be read of a file: for one row of it the columns are read of all its rows. A batch reads
@@ -82,19 +78,11 @@ class ParquetDataset(Dataset[T_co]):
         **store_options: Any,
     ) -> None:
         require("pyarrow.parquet", "parquet", "ParquetDataset")
-        at_least("cache_bytes", cache_bytes, least=0)
+        super().__init__(listed(paths), decode, cache_bytes, store, store_options)
         if columns is not None and (isinstance(columns, str) or not columns):
             raise ConfigurationError(f"columns is a list of names, or None for all columns, but got {columns!r}")
-        self.paths = listed(paths)
         self.columns = None if columns is None else list(columns)
-        self.decode = decode
-        self.cache_bytes = cache_bytes
-        self._decoder = Decoder(decode)
-        self._source = Source(store, store_options)
-        self._source.check(self.paths, "ParquetDataset")
-        self.is_remote = not all(map(self._source.is_local, self.paths))
-        of = self._source, self.paths
-        footers = run_apart(read_footers, *of) if self.is_remote else read_footers(*of)
+        footers = self._asked(read_footers)
         self._names = _named_columns(self.columns, self.paths, footers)
         self._dtypes = {  # lists of numbers come in one dtype, whichever file they are of
             name: np.result_type(*(footer.dtypes[name] for footer in footers if name in footer.dtypes))
@@ -104,7 +92,7 @@ class ParquetDataset(Dataset[T_co]):
         sizes = [len(footer.rows) for footer in footers]
         self._files = np.repeat(np.arange(len(sizes)), sizes)  # of each row group
         self._groups = np.concatenate([np.arange(size) for size in sizes])  # its number in that file
-        self._firsts = np.cumsum([0, *(rows for footer in footers for rows in footer.rows)])
+        self._blocks = np.cumsum([0, *(rows for footer in footers for rows in footer.rows)])
         if not len(self):
             raise ConfigurationError(f"there is no row in {len(sizes)} files, the first of which is {self.paths[0]}")
         self._metadata: dict[int, Any] = {}  # of files, parsed
@@ -113,26 +101,11 @@ class ParquetDataset(Dataset[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_metadata": {}}
 
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    @property
-    def block_sizes(self) -> NDArray[np.int64]:
-        """How many rows there are in each row group."""
-        return np.diff(self._firsts)
-
-    def __getitem__(self, index: int) -> T_co:
-        """Read one row."""
-        return self.__getitems__([index])[0]
-
     def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read the rows of a batch."""
         numbers = counted(indices, len(self), "row")
         rows = self._rows(numbers)
         return [self._decoder(row, number) for row, number in zip(rows, numbers.tolist(), strict=True)]
-
-    def __iter__(self) -> Iterator[T_co]:
-        return map(self.__getitem__, range(len(self)))
 
     async def getitems(self, indices: Sequence[int]) -> list[T_co]:
         """Read the rows of a batch on a thread."""
@@ -142,10 +115,10 @@ class ParquetDataset(Dataset[T_co]):
 
     def _rows(self, numbers: NDArray[np.int64]) -> list[dict[str, Any]]:
         found: list[Any] = [None] * len(numbers)
-        groups = np.searchsorted(self._firsts, numbers, side="right") - 1
+        groups = self._block_of(numbers)
         for group in np.unique(groups).tolist():
             mine = np.flatnonzero(groups == group)
-            table = self._table(group).take(numbers[mine] - self._firsts[group])
+            table = self._table(group).take(numbers[mine] - self._blocks[group])
             columns = {name: _values(table.column(name), self._dtypes.get(name)) for name in table.column_names}
             for at, values in zip(mine.tolist(), zip(*columns.values(), strict=True), strict=True):
                 found[at] = dict(zip(columns, values, strict=True))
@@ -219,19 +192,19 @@ def _read_footer(source: Source, path: str) -> Footer:
 
 
 def _named_columns(wanted: Sequence[str] | None, paths: Sequence[str], footers: Sequence[Footer]) -> list[str]:
-    """Return the columns of a row, which all files are to have."""
+    """Return the columns of a row, which all files are to have: of a nested column its outermost."""
     first = footers[0].columns
-    for path, footer in zip(paths, footers, strict=True):
-        if len(set(footer.columns)) < len(footer.columns):
-            raise ConfigurationError(f"{path}: has several columns of one name: {', '.join(footer.columns)}")
-        if wanted is None and (more := [name for name in footer.columns if name not in first]):
+    names = list(dict.fromkeys(first if wanted is None else (name.split(".")[0] for name in wanted)))
+    for path, (_, _, there, _) in zip(paths, footers, strict=True):
+        if len(set(there)) < len(there):
+            raise ConfigurationError(f"{path}: has several columns of one name: {', '.join(there)}")
+        if wanted is None and (more := [name for name in there if name not in first]):
             raise ConfigurationError(
                 f"{path}: has columns that {paths[0]} has not: {', '.join(more)}; name those to be read (columns=...)"
             )
-        there = {*footer.columns, *(name.split(".")[0] for name in footer.columns)}
-        if missing := [name for name in wanted or first if name.split(".")[0] not in there]:
-            raise ConfigurationError(f"{path}: has no column {', '.join(missing)}; it has {', '.join(footer.columns)}")
-    return list(dict.fromkeys(name if name in first else name.split(".")[0] for name in wanted or first))
+        if missing := [name for name in names if name not in there]:
+            raise ConfigurationError(f"{path}: has no column {', '.join(missing)}; it has {', '.join(there)}")
+    return names
 
 
 def _holds_numbers(kind: pa.DataType) -> bool:

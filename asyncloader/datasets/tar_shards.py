@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
-from asyncloader.datasets.apart import run_apart
-from asyncloader.datasets.decoding import Decoder
 from asyncloader.datasets.errors import MAX_BYTES, too_large
-from asyncloader.datasets.kept_blocks import KeptBlocks
+from asyncloader.datasets.kept_blocks import BlockDataset, KeptBlocks
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.source import Range, Source, Version, listed, path_of
 from asyncloader.datasets.tar import RawSample, find_samples, read_sample
@@ -39,7 +36,7 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _FORMAT = 3
 
 
-class TarShards(Dataset[T_co]):
+class TarShards(BlockDataset[T_co]):
     """Serve the samples of tar files by number: a map-style dataset, for any sampler.
 
     The layout is `WebDataset <https://github.com/webdataset/webdataset>`_'s: ``shard-0003.tar`` holds ``a/17.jpg``,
@@ -99,24 +96,18 @@ class TarShards(Dataset[T_co]):
         max_bytes: int = MAX_BYTES,
         **store_options: Any,
     ) -> None:
-        for name, number, least in (("max_bytes", max_bytes, 1), ("cache_bytes", cache_bytes, 0)):
-            at_least(name, number, least=least)
-        at_least("block_bytes", block_bytes, least=512)
-        self.paths = [each for path in listed(paths) for each in expanded(path)]
-        self.decode, self.max_bytes = decode, max_bytes
-        self.cache_bytes, self.block_bytes = cache_bytes, block_bytes
-        self._decoder = Decoder(decode)
-        self._source = Source(store, store_options)
-        self._source.check(self.paths, "TarShards")
+        super().__init__(
+            [each for path in listed(paths) for each in expanded(path)], decode, cache_bytes, store, store_options
+        )
+        self.max_bytes = at_least("max_bytes", max_bytes, least=1)
+        self.block_bytes = at_least("block_bytes", block_bytes, least=512)
         for path in self.paths:
             if path.endswith((".gz", ".tgz", ".zst")):
                 raise ConfigurationError(f"{path}: is compressed, and can be read from its beginning only")
-        self.is_remote = not all(map(self._source.is_local, self.paths))
         folder = _cache() if index is None else Path(index)
-        indexed = run_apart(index_shards, self._source, self.paths, folder, max_bytes) if self.is_remote else None
-        self._versions, spans = indexed or index_shards(self._source, self.paths, folder, max_bytes)
+        self._versions, spans = self._asked(index_shards, folder, self.max_bytes)
         self._spans = np.concatenate(spans)
-        if not len(self):
+        if not len(self._spans):
             raise ConfigurationError(
                 f"there is no sample in {len(spans)} shards, the first of which is {self.paths[0]}"
             )
@@ -124,20 +115,8 @@ class TarShards(Dataset[T_co]):
         numbers = np.repeat(np.arange(len(spans)), np.diff(self._firsts))
         blocks = self._spans[:, 0] // block_bytes
         begins = np.flatnonzero(np.diff(blocks, prepend=-1).astype(bool) | np.diff(numbers, prepend=-1).astype(bool))
-        self._blocks = np.append(begins, len(self))  # the first sample of each block
+        self._blocks = np.append(begins, len(self._spans))  # the first sample of each block
         self._kept: KeptBlocks[memoryview] = KeptBlocks(cache_bytes, len)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    @property
-    def block_sizes(self) -> NDArray[np.int64]:
-        """How many samples there are in each block."""
-        return np.diff(self._blocks)
-
-    def __getitem__(self, index: int) -> T_co:
-        """Read and decode one sample."""
-        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read and decode the samples of a batch."""
@@ -145,9 +124,6 @@ class TarShards(Dataset[T_co]):
         wanted, kept = self._wanted(numbers)
         contents = self._cut(self._source.read_ranges(wanted), kept, numbers)
         return [self._decoder(sample, sample["__key__"]) for sample in self._samples(contents, numbers)]
-
-    def __iter__(self) -> Iterator[T_co]:
-        return map(self.__getitem__, range(len(self)))
 
     async def getitems(self, indices: Sequence[int]) -> list[T_co]:
         """Read and decode the samples of a batch, without blocking the loop."""
@@ -179,9 +155,6 @@ class TarShards(Dataset[T_co]):
 
     def _shard_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self._firsts, numbers, side="right") - 1
-
-    def _block_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.searchsorted(self._blocks, numbers, side="right") - 1
 
     def _cut(
         self, contents: list[memoryview], blocks: dict[int, memoryview | None], numbers: NDArray[np.int64]
