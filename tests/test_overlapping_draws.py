@@ -491,3 +491,31 @@ def test_threads_beside_coroutines_are_warned_of(logged: Path) -> None:
     assert ELSEWHERE not in logged.read_text()
     run(OnThreads(random.random), num_workers=2, concurrency=1)
     assert logged.read_text().count(ELSEWHERE) == 1
+
+
+def test_samples_of_an_epoch_that_was_left_are_not_taken_for_threads(logged: Path) -> None:
+    """They draw once more when they are cancelled, beside those of the next epoch."""
+
+    class DrawsAtTheEnd(Awaiting):
+        async def __getitem__(self, index: int) -> Any:
+            first = self.draw()
+            try:
+                await turns(20 if index else 0)
+            finally:
+                await turns(3)
+                self.draw()
+            return index, first, self.draw()
+
+    with left_alone():
+        loader = DataLoader(
+            DrawsAtTheEnd(random.random),  # type: ignore[arg-type]
+            1,
+            collate_fn=list,
+            num_workers=1,
+            concurrency=16,
+            persistent_workers=True,
+        )
+        for _ in range(3):
+            next(iter(loader))
+        assert len(list(loader)) == LENGTH
+    assert ELSEWHERE not in logged.read_text()

@@ -158,26 +158,31 @@ class DrawWatch(Steps):
 
 
 class GeneratorSwitch(Steps):
-    """Gives the generators to one sample after the other. Belongs to the thread of a worker's loop.
+    """Gives the generators to one sample after the other. Belongs to the thread of a worker's loop, for all its runs.
 
     Args:
-        seeder: Of the run.
+        seeder: Of the first run.
         warns: Warn of draws that belong to no sample.
     """
 
     def __init__(self, seeder: Seeder, *, warns: bool = True) -> None:
         self.watch = None
+        self._mark: Any = None  # where the generators were left
+        self._running: SampleDraws | None = None
+        self._void: weakref.ref[_Watch] | None = None
+        self._warns = warns
+        self.begin_run(seeder)
+
+    def begin_run(self, seeder: Seeder) -> None:
+        """Seed for another run. Samples of the last one that are cancelled may still have steps."""
         self._seeder = seeder
         self._generators = (*GLOBAL, *seeder.own)
         self._positions = positions(seeder.own)
-        self._mark: Any = None  # where the generators were left
+        self.stay_seeded()
+        self._seeds = False
         self._clear()
-        self._running: SampleDraws | None = None
         self._last: SampleDraws | None = None  # whom they were seeded for
         self._num_quiet = 0
-        self._seeds = False
-        self._void: weakref.ref[_Watch] | None = None
-        self._warns = warns
 
     def begin(self, draws: SampleDraws) -> None:
         """Begin a step of a sample."""
@@ -203,7 +208,7 @@ class GeneratorSwitch(Steps):
         elif now != self._mark:
             draws.sample.watch = _DREW
             self.stay_seeded()
-        elif is_last:
+        elif is_last and not draws.states:  # those have drawn in the last run
             self._num_quiet += 1
             if self._num_quiet == _QUIET:
                 self.watch = _Watch()
@@ -230,7 +235,8 @@ class GeneratorSwitch(Steps):
         """Seed all steps from now on."""
         if self.watch is not None:
             self._void = weakref.ref(self.watch)
-        self.watch, self._seeds, self._mark = None, True, self._positions()
+        self.watch, self._seeds = None, True
+        self._mark = self._positions()
 
     def _look_for_others(self) -> None:
         """Say so, once, if somebody has drawn since the last step: a thread, which nobody can give its own draws."""

@@ -248,7 +248,9 @@ class BatchMaker:
         self.seeder = Seeder(epoch.key, OwnGenerators(by_path, known, epoch.key))
         # In the trainer's process each batch, or block, gives them back.
         self._own_states = states_of(by_path.values()) if self._host.is_remote else []
-        if self.spec.seeds_overlapping:
+        if isinstance(self.switch, GeneratorSwitch):
+            self.switch.begin_run(self.seeder)
+        elif self.spec.seeds_overlapping:
             self.switch = GeneratorSwitch(self.seeder, warns=not self._id)  # one warning is enough
         elif self.spec.shares_generators and not (self._id or isinstance(self.switch, DrawWatch)):
             self.switch = DrawWatch(is_alone=self._host.is_remote)
