@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 
 from asyncloader import identity
 from asyncloader.async_face import resolved
-from asyncloader.checks import one_of
+from asyncloader.checks import at_least, one_of
 from asyncloader.datasets.stream_keys import (
     Items,
     Place,
@@ -99,17 +99,16 @@ class ParallelMap(SuppliesKeys[T_co]):
             raise ConfigurationError(f"stream should be an iterable, or a function that returns one, but is {stream!r}")
         if not callable(fn):
             raise ConfigurationError(f"fn should be a function of an item, but is {fn!r}")
-        for name, number, least in (("shuffle", shuffle, 0), ("max_items", max_items, 1), ("max_bytes", max_bytes, 1)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ConfigurationError(f"{name} should be a number of at least {least}, but got {number!r}")
         if shard is not None:
             one_of("shard", shard, Shard)
         elif num_replicas is not None or rank is not None:
             raise ConfigurationError('num_replicas and rank are for shard="rank"')
         self.stream: Any = stream
         self.fn = fn
-        self.shuffle, self.seed, self.shard = shuffle, seed, shard
-        self.max_items, self.max_bytes = max_items, max_bytes
+        self.seed, self.shard = seed, shard
+        self.shuffle = at_least("shuffle", shuffle, least=0)
+        self.max_items = at_least("max_items", max_items, least=1)
+        self.max_bytes = at_least("max_bytes", max_bytes, least=1)
         self._readings: list[weakref.ref[Items]] = []  # of the stream, that may go on
         self._place = (1, 0) if shard is None else place_in_group(num_replicas, rank)
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -704,6 +705,17 @@ def test_what_cannot_work_is_refused() -> None:
     state = DataLoader(ParallelMap(range(3), square, shuffle=2), 2).state_dict()
     with pytest.raises(StateMismatchError, match="shuffle"):
         DataLoader(ParallelMap(range(3), square, shuffle=3), 2).load_state_dict(state)
+
+
+def test_bounds_are_integers_of_any_kind() -> None:
+    """numpy's and torch's too."""
+    for kind in (np.int64, torch.tensor):
+        dataset = ParallelMap(range(10), square, shuffle=kind(4), max_items=kind(5), max_bytes=kind(1000))
+        assert sorted(number for batch in DataLoader(dataset, 4) for number in batch.tolist()) == [
+            number * number for number in range(10)
+        ]
+        state = DataLoader(dataset, 4).state_dict()
+        DataLoader(ParallelMap(range(10), square, shuffle=4), 4).load_state_dict(state)  # it is the same order
 
 
 def test_lengths() -> None:
