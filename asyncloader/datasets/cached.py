@@ -208,9 +208,7 @@ def _check(dataset: Any, where: Any, max_bytes: Any, fingerprint: Any, epoch_ind
         raise ConfigurationError(f'samples are kept in "ram" or in a folder, which is no {where!r}')
     if max_bytes is not None:
         at_least("max_bytes", max_bytes, least=1)
-    if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
-        raise ConfigurationError(f"fingerprint is a text, but got {fingerprint!r}")
-    if fingerprint is None and where != "ram":
+    if where != "ram" and not (isinstance(fingerprint, str) and fingerprint):
         raise ConfigurationError(
             "a cache in a folder outlives the code that has filled it, and code does not tell whether samples would "
             'still be the same: give fingerprint="...", a text with all that decides a sample (which files, in which '

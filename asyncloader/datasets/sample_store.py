@@ -24,6 +24,7 @@ import secrets
 import struct
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,9 +94,12 @@ class SampleStore:
         return cls(_made_at(path, count), max_bytes)
 
     def __reduce__(self) -> Any:
-        if is_by_value():  # a process elsewhere keeps samples of its own: on its disk, or in its memory
-            return _elsewhere, (self._file.path, self._num_slots // 2, self._max_bytes)
-        return SampleStore, (self._file, self._max_bytes)
+        path, count = self._file.path, self._num_slots // 2
+        if not is_by_value():
+            return SampleStore, (self._file, self._max_bytes)
+        if path is None:  # a process elsewhere keeps samples of its own: in its memory, or on its disk
+            return SampleStore.in_memory, (count, self._max_bytes)
+        return SampleStore.at, (Path(path), count, self._max_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SampleStore:
         """Return an empty one in memory: the dataset is copied with it, and the copy may be changed."""
@@ -118,8 +122,8 @@ class SampleStore:
         data = canonical(key)
         if data is None:
             return MISSING
-        first, wanted, window = self._look(data)
-        for at, slot in enumerate(window, first):
+        wanted = _hash(data)
+        for at, slot in self._slots(data, wanted):
             if slot is None:
                 break
             if slot[2] == wanted and (sample := self._sample(at, slot, data, key)) is not MISSING:
@@ -153,11 +157,12 @@ class SampleStore:
         data = canonical(key)
         if data is None or not self._may_write:
             return ""
-        first, wanted, window = self._look(data)
-        at = next((at for at, slot in enumerate(window, first) if slot is None or slot[2] == wanted), None)
-        if at is None:
+        wanted = _hash(data)
+        found = (place for place in self._slots(data, wanted) if place[1] is None or place[1][2] == wanted)
+        at, slot = next(found, (-1, None))
+        if at < 0:
             return f"its table of {self._num_slots:,} keys is full: that of a dataset with a length is large enough"
-        if window[at - first] is not None:  # another process has just made it
+        if slot is not None:  # another process has just made it
             return ""
         record = _joined(pack((data, sample)))
         if os.fstat(self._file.fd).st_size - self._data_at + len(record) > self._max_bytes:
@@ -168,8 +173,8 @@ class SampleStore:
             self._may_write = False
             return str(error)
         checksum = zlib.crc32(record) if self.is_on_disk else 0
-        slot = _SLOT.pack(offset, len(record), wanted, checksum, 0)[:-4]
-        self._put(at, slot + struct.pack("<I", zlib.crc32(slot)))
+        filled = _SLOT.pack(offset, len(record), wanted, checksum, 0)[:-4]
+        self._put(at, filled + struct.pack("<I", zlib.crc32(filled)))
         return ""
 
     def first_to_tell(self, who: bytes) -> bool:
@@ -182,13 +187,14 @@ class SampleStore:
             write_at(self._file.fd, who, _TOLD_AT)
         return told != who
 
-    def _look(self, data: bytes) -> tuple[int, int, list[tuple[int, ...] | None]]:
-        """Return the number of a key's first slot, the hash of the key, and its slots, None where one is free."""
-        wanted = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")  # the same in every process
+    def _slots(self, data: bytes, wanted: int) -> Iterator[tuple[int, tuple[int, ...] | None]]:
+        """Yield the numbers of a key's slots, and what is in them: None if one is free, or was written to in part."""
         first = (int(data[1:]) if data[:1] == b"i" else wanted) % self._num_slots  # 0, 1, 2, ... have one each
         memory = os.pread(self._file.fd, _SLOT.size * _WINDOW, _TABLE_AT + _SLOT.size * first)
-        slots = [memory[at : at + _SLOT.size] for at in range(0, len(memory), _SLOT.size)]
-        return first, wanted, [_SLOT.unpack(slot) if _is_filled(slot) else None for slot in slots]
+        for at in range(len(memory) // _SLOT.size):
+            slot = _SLOT.unpack_from(memory, _SLOT.size * at)
+            is_whole = slot[-1] == zlib.crc32(memory[_SLOT.size * at : _SLOT.size * (at + 1) - 4])
+            yield first + at, slot if is_whole else None
 
     def _put(self, at: int, slot: bytes) -> None:
         if self._may_write:
@@ -212,21 +218,13 @@ class SampleStore:
         return end - count
 
 
-def _elsewhere(path: str | None, count: int, max_bytes: int) -> SampleStore:
-    """Make the store of a process that was sent one by value."""
-    if path is None:
-        return SampleStore.in_memory(count, max_bytes)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return SampleStore.at(Path(path), count, max_bytes)
+def _hash(data: bytes) -> int:
+    """Return a number of 64 bits that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _joined(pieces: list[Any]) -> bytes:
     return b"".join(part for piece in pieces for part in (piece, bytes(aligned(len(piece)) - len(piece))))
-
-
-def _is_filled(slot: bytes) -> bool:
-    """Whether a slot has a sample; not one that was written to in part."""
-    return bool(struct.unpack("<I", slot[-4:])[0] == zlib.crc32(slot[:-4]))
 
 
 def _write_head(fd: int, count: int | None) -> None:
@@ -238,6 +236,7 @@ def _write_head(fd: int, count: int | None) -> None:
 def _made_at(path: Path, count: int | None) -> MemoryFile:
     """Open the file at a path; make an empty one, complete when it appears, where the first of several wins."""
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:

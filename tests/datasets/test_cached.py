@@ -342,8 +342,8 @@ def test_a_full_table_is_told(where: str, monkeypatch: pytest.MonkeyPatch, caplo
         ({"where": 3}, "is no 3"),
         ({"max_bytes": 0}, "max_bytes should be"),
         ({"max_bytes": 1.5}, "max_bytes should be"),
-        ({"fingerprint": 1}, "fingerprint is a text"),
-        ({"fingerprint": ""}, "fingerprint is a text"),
+        ({"fingerprint": 1, "where": "cache"}, "a text with all that decides"),
+        ({"fingerprint": "", "where": "cache"}, "a text with all that decides"),
         ({"dataset": iter}, "it is no map-style dataset"),
     ],
 )
