@@ -19,7 +19,6 @@ many samples for each batch, and takes a time that grows with the number of batc
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncloader.errors import ConfigurationError
+from asyncloader.identity import checksum
 from asyncloader.samplers.shuffle import Shuffle
 from asyncloader.seeding.hashing import mix
 
@@ -79,28 +79,6 @@ def _levels(costs: NDArray[Any], steps: int) -> NDArray[np.int64]:
     return exponents.astype(np.int64) * steps + (mantissas * 2 * steps).astype(np.int64)
 
 
-def balanced_within(
-    costs: NDArray[np.float64], budget: float, most: int | None = None
-) -> tuple[NDArray[np.int64], int]:
-    """Return the same for as few batches as a budget allows, and how many these are.
-
-    Args:
-        costs: The cost of each sample. A sample above the budget makes a batch alone.
-        budget: The highest cost of a batch.
-        most: How many samples a batch has at most.
-    """
-    most = most or len(costs)
-    alone = costs > budget
-    count = int(alone.sum()) + math.ceil(math.fsum(costs[~alone].tolist()) / budget)
-    count = min(len(costs), max(1, count, -(-len(costs) // most)))
-    while True:
-        batches = balanced(costs, count, most)
-        totals, sizes = np.bincount(batches, costs, count), np.bincount(batches, minlength=count)
-        if count == len(costs) or (totals[sizes > 1] <= budget).all():
-            return batches, count
-        count = min(len(costs), count + 1 + count // 100)
-
-
 def alike_in_a_row(costs: NDArray[Any], *key: int, shuffle: bool = True) -> NDArray[np.int64]:
     """Return an order of batches in which neighbours cost about the same; it begins and ends where most of them are.
 
@@ -136,3 +114,8 @@ def cost_of(cost: Cost | None, measured: NDArray[Any]) -> NDArray[np.float64]:
     if bad.size:
         raise ConfigurationError(f"cost({measured[bad[0]]}) should be a number of at least 0, but is {found[bad[0]]}")
     return found.astype(np.float64)
+
+
+def checksum_of(cost: Cost | None, measured: NDArray[Any]) -> int | None:
+    """Return what tells a function of costs from others: a checksum of what it makes of some samples."""
+    return None if cost is None else checksum(cost_of(cost, measured))["checksum"]

@@ -87,6 +87,5 @@ class BlockShuffleSampler(ElasticSampler):
         return {**super()._state_identity(), "blocks": self._checksum}
 
     @cached_property
-    def _checksum(self) -> str:
-        found = checksum(self.block_sizes)
-        return f"{found['count']}:{found['checksum']:08x}"
+    def _checksum(self) -> dict[str, int]:
+        return checksum(self.block_sizes)

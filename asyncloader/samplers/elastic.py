@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from numbers import Integral
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
 
-from asyncloader.errors import ConfigurationError
-from asyncloader.samplers.ordered import Order, OrderedSampler
+from asyncloader.samplers.ordered import Order, OrderedSampler, length_of
 from asyncloader.samplers.shuffle import Shuffle
 
 
@@ -46,13 +43,9 @@ class ElasticSampler(OrderedSampler):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        if isinstance(dataset, Sampler):
-            raise ConfigurationError(
-                f"the order of a {type(dataset).__name__} would be ignored: ElasticSampler makes an order itself, and "
-                "divides it among ranks. Give it the dataset, or its length"
-            )
         super().__init__(num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)
         self.dataset = dataset
+        length_of(dataset)  # which refuses a sampler
         self.shuffle = shuffle
 
     def order(self) -> Order:
@@ -62,8 +55,7 @@ class ElasticSampler(OrderedSampler):
 
     def num_indices(self) -> int:
         """Return below which number all of its indices are."""
-        dataset: Any = self.dataset
-        return int(dataset) if isinstance(dataset, Integral) else len(dataset)
+        return length_of(self.dataset)
 
     def _state_identity(self) -> dict[str, Any]:
         return {"length": self.num_indices(), **super()._state_identity()}

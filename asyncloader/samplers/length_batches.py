@@ -30,8 +30,8 @@ class LengthBatchSampler(WindowedBatchSampler):
     Called from the thread that reads it.
 
     Args:
-        lengths: How many tokens each sample has: a list, an array, a tensor, the path of a .npy file, or a function of
-            an array of indices. Only those of one window are looked at, at construction those of arrays in memory.
+        lengths: How many tokens each sample has: a list, an array, a tensor, or the path of a .npy file, of which only
+            those of one window are looked at.
         max_tokens: Tokens of a batch at most, padding included: samples times the length of the longest.
         max_batch: How many samples a batch has at the most.
         buckets: Lengths that batches are padded to, so that they come in few shapes: each batch has samples of one
@@ -39,7 +39,6 @@ class LengthBatchSampler(WindowedBatchSampler):
         too_long: For samples longer than `max_tokens`: "raise", or "alone" in a batch above the budget.
         sampler: The order of samples: a sampler of this package, such as `MixtureSampler`, whose own ranks do not
             matter. By default all samples, shuffled.
-        num_samples: How many samples there are; needed for a function of lengths without a sampler.
         window: Samples that are sorted at once.
         shuffle: Without, and without a sampler, windows are as the samples lie, and each begins with its longest.
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
@@ -61,7 +60,6 @@ class LengthBatchSampler(WindowedBatchSampler):
         buckets: Sequence[int] | None = None,
         too_long: TooLong = "raise",
         sampler: OrderedSampler | None = None,
-        num_samples: int | None = None,
         window: int = _WINDOW,
         shuffle: bool = True,
         num_replicas: int | None = None,
@@ -69,7 +67,7 @@ class LengthBatchSampler(WindowedBatchSampler):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        super().__init__(lengths, sampler, num_samples, window, shuffle, num_replicas, rank, seed, drop_last)
+        super().__init__(lengths, sampler, window, shuffle, num_replicas, rank, seed, drop_last)
         self.max_tokens = count_of("max_tokens", max_tokens)
         self.max_batch = None if max_batch is None else count_of("max_batch", max_batch)
         one_of("too_long", too_long, TooLong)
@@ -81,7 +79,7 @@ class LengthBatchSampler(WindowedBatchSampler):
             )
         # Were the samples of one window sorted, which holds them all, they would make the same batches in every epoch.
         self._least_windows = 2 if shuffle else 1
-        self._check_longest()
+        self._lengths_of(self.lengths.longest())
 
     @property
     def padding_share(self) -> float:

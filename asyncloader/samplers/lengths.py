@@ -1,9 +1,8 @@
-"""The lengths or costs of samples: an array in memory or mapped, or a function; looked at where they are needed."""
+"""The lengths or costs of samples: an array in memory, or one that is mapped, and looked at where it is needed."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
 from typing import Any, ClassVar
@@ -15,9 +14,7 @@ from numpy.typing import NDArray
 from asyncloader.errors import ConfigurationError
 from asyncloader.identity import checksum
 
-log = logging.getLogger("asyncloader")
-
-LengthsLike = Sequence[int] | NDArray[Any] | torch.Tensor | str | PathLike[str] | Callable[[NDArray[np.int64]], Any]
+LengthsLike = Sequence[int] | NDArray[Any] | torch.Tensor | str | PathLike[str]
 _PROBES = 256
 
 
@@ -25,13 +22,12 @@ class Lengths:
     """Lengths of samples, by index.
 
     Args:
-        lengths: An integer for each sample: a list, an array (also one that is mapped), a tensor, the path of a .npy
-            file, which is mapped; or a function of an array of indices that returns the array of their lengths.
-        count: How many samples there are; needed for a function only.
+        lengths: An integer for each sample: a list, an array (also one that is mapped), a tensor, or the path of a .npy
+            file, which is mapped.
 
     Raises:
-        ConfigurationError: if they are not integers of at least 0; those that are not in memory are looked at when
-            their samples are planned.
+        ConfigurationError: if they are not integers of at least 0; those that are mapped are looked at when their
+            samples are planned.
     """
 
     noun: ClassVar[str] = "length"
@@ -39,72 +35,39 @@ class Lengths:
     _kinds: ClassVar[str] = "iu"
     _dtype: ClassVar[type] = np.int64
 
-    def __init__(self, lengths: LengthsLike, count: int | None = None) -> None:
-        self._row: NDArray[Any] | None = None  # in memory or mapped
-        if callable(lengths):
-            if count is None:
-                raise ConfigurationError(
-                    f"of a function of {self.noun}s, num_samples should say how many samples there are"
-                )
-            self._look_up, self.count = lengths, count
-        else:
-            row = np.load(lengths, mmap_mode="r") if isinstance(lengths, (str, PathLike)) else np.asarray(lengths)
-            if row.ndim != 1 or row.dtype.kind not in self._kinds:
-                raise ConfigurationError(
-                    f"{self.noun}s should be one row of {self._numbers}, but are {row.dtype}{row.shape}"
-                )
-            if count not in (None, len(row)):
-                raise ConfigurationError(f"there are {len(row)} {self.noun}s, but num_samples is {count}")
-            self._row, self._look_up, self.count = row, row.__getitem__, len(row)
-        if not self.count:
+    def __init__(self, lengths: LengthsLike) -> None:
+        row = np.load(lengths, mmap_mode="r") if isinstance(lengths, (str, PathLike)) else np.asarray(lengths)
+        if row.ndim != 1 or row.dtype.kind not in self._kinds:
+            raise ConfigurationError(
+                f"{self.noun}s should be one row of {self._numbers}, but are {row.dtype}{row.shape}"
+            )
+        if not len(row):
             raise ConfigurationError(f"there are no {self.noun}s")
-        if self._row is not None and not isinstance(self._row, np.memmap):
-            self(np.array([self._row.argmin(), self._row.argmax()]))  # refuses the least one if it is negative
-        self._probed = checksum(self.sample(_PROBES))["checksum"]
+        self._row, self.count = row, len(row)
+        self._is_in_memory = not isinstance(row, np.memmap)
+        if self._is_in_memory:
+            self(np.array([row.argmin(), row.argmax()]))  # refuses the least one if it is negative
 
     def __call__(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """Return the lengths of these samples."""
-        lengths = np.asarray(self._look_up(indices))
-        if lengths.shape != indices.shape or lengths.dtype.kind not in self._kinds:
-            raise ConfigurationError(
-                f"{self.noun}s of {len(indices)} samples should be as many {self._numbers}, but are "
-                f"{lengths.dtype}{lengths.shape}"
-            )
+        lengths: NDArray[Any] = self._row[indices].astype(self._dtype)
         bad = np.flatnonzero(~((lengths >= 0) & (lengths < np.inf)))
         if bad.size:
             raise ConfigurationError(f"sample {indices[bad[0]]} has a {self.noun} of {lengths[bad[0]]}")
-        return lengths.astype(self._dtype)
+        return lengths
 
-    def sample(self, count: int) -> NDArray[Any]:
-        """Return so many lengths at the most, of samples evenly spread over all."""
-        return self(np.linspace(0, self.count - 1, min(count, self.count)).astype(np.int64))
+    def sample(self) -> NDArray[Any]:
+        """Return some hundreds of lengths, of samples evenly spread over all."""
+        return self(np.linspace(0, self.count - 1, min(_PROBES, self.count)).astype(np.int64))
 
-    def longest(self) -> tuple[int, Any] | None:
-        """Return which sample is the longest, and how long it is; None if that is not known without reading all."""
-        if self._row is None or isinstance(self._row, np.memmap):
-            return None
-        index = int(self._row.argmax())
-        return index, self._row[index].item()
+    def longest(self) -> NDArray[np.int64]:
+        """Return the index of the longest sample; none of lengths that are mapped, which are not read as a whole."""
+        return np.array([self._row.argmax()] if self._is_in_memory else [], np.int64)
 
     @cached_property
     def identity(self) -> dict[str, int]:
-        """Tell these lengths from others: a checksum of some hundreds, and of all if they are in memory or mapped.
-
-        Made once, when a first state is: 0.7 s for 100 million of them.
-        """
-        found = {"count": self.count, "checksum": self._probed}
-        return found if self._row is None else {**found, "all": checksum(self._row)["checksum"]}
-
-    def say_what_is_compared(self) -> None:
-        """Say after a state was loaded if its lengths cannot all be compared to these."""
-        if self._row is None:
-            log.warning(
-                "A function returns the %ss: of %d, the state is compared with %d. Where others differ, samples are "
-                "lost or come twice. Arrays and .npy files are compared whole.",
-                self.noun,
-                self.count,
-                _PROBES,
-            )
+        """Tell these lengths from others: a checksum of all. Made with a first state: 0.7 s for 100 million of them."""
+        return checksum(self._row)
 
 
 class Costs(Lengths):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from numbers import Integral
 from typing import Any, Literal, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset, Sampler
+from torch.utils.data import ConcatDataset
 
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
-from asyncloader.samplers.ordered import Order, OrderedSampler, count_of
+from asyncloader.samplers.ordered import Order, OrderedSampler, count_of, length_of
 from asyncloader.samplers.shares import Schedule
 from asyncloader.samplers.shuffle import by_group, reshuffled
 
@@ -74,7 +72,7 @@ class MixtureSampler(OrderedSampler):
                 f"give its values: {[*lengths]}"
             )
         sources: Iterable[Any] = lengths.datasets if isinstance(lengths, ConcatDataset) else lengths
-        self.lengths = [_length_of(source) for source in sources]
+        self.lengths = [*map(length_of, sources)]
         if stop is not None:
             one_of("stop", stop, Stop)
         if not self.lengths or min(self.lengths) < 0:
@@ -196,20 +194,6 @@ class MixtureSampler(OrderedSampler):
         return {**bare, "weights": [list(stage) for stage in self.weights]}
 
 
-def _length_of(source: Any) -> int:
-    """Return how many samples a source has.
-
-    Raises:
-        ConfigurationError: for a sampler: the mixture draws each source in an order of its own.
-    """
-    if isinstance(source, Sampler):
-        raise ConfigurationError(
-            f"the order of a {type(source).__name__} would be ignored: the mixture shuffles each source itself. Give "
-            "datasets or their lengths"
-        )
-    return int(source) if isinstance(source, Integral) else len(source)
-
-
 def _check_order(weights: Any) -> None:
     """Raise a ConfigurationError if weights are not in the order of the sources."""
     if isinstance(weights, Mapping):
@@ -219,16 +203,15 @@ def _check_order(weights: Any) -> None:
         )
 
 
-def _stages(weights: Weights) -> list[tuple[int, Sequence[float]]]:
+def _stages(weights: Any) -> list[tuple[int, Sequence[float]]]:
     """Return what stages weights consist of."""
     _check_order(weights)
-    weights = weights.tolist() if isinstance(weights, (np.ndarray, torch.Tensor)) else weights
+    weights = weights.tolist() if hasattr(weights, "tolist") else weights
     if not weights or not isinstance(weights[0], (tuple, list)):
-        return [(0, cast("Sequence[float]", weights))]
-    named = cast("Sequence[tuple[int, Sequence[float]]]", weights)
-    stages = dict(sorted((count_of(_AT, at, least=0), own) for at, own in named))
-    if len(stages) < len(named):
-        raise ConfigurationError(f"the same sample has several weights: {[at for at, _ in named]}")
+        return [(0, weights)]
+    stages = dict(sorted((count_of(_AT, at, least=0), own) for at, own in weights))
+    if len(stages) < len(weights):
+        raise ConfigurationError(f"the same sample has several weights: {[at for at, _ in weights]}")
     if 0 not in stages:
         raise ConfigurationError(f"the first weights should hold from sample 0 on, but hold from {min(stages)}")
     return [*stages.items()]

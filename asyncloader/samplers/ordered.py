@@ -18,7 +18,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from asyncloader.errors import ConfigurationError, StateMismatchError
 
 STATE_VERSION = 2
 T_co = TypeVar("T_co", covariant=True)
-Self = TypeVar("Self", bound="ResumableSampler[Any]")
 
 ENDLESS = 1 << 62
 """Stands for the length of an order without an end."""
@@ -73,10 +72,9 @@ def place_in_group(num_replicas: int | None, rank: int | None) -> tuple[int, int
         ConfigurationError: if the rank is not one of the ranks.
     """
     in_group = dist.is_available() and dist.is_initialized()
-    ranks = (
-        (dist.get_world_size() if in_group else 1) if num_replicas is None else count_of("num_replicas", num_replicas)
-    )
-    own = (dist.get_rank() if in_group else 0) if rank is None else count_of("rank", rank, least=None)
+    ranks, own = (dist.get_world_size(), dist.get_rank()) if in_group else (1, 0)
+    ranks = ranks if num_replicas is None else count_of("num_replicas", num_replicas)
+    own = own if rank is None else count_of("rank", rank, least=None)
     if not 0 <= own < ranks:
         raise ConfigurationError(f"Invalid rank {own}, rank should be in the interval [0, {ranks - 1}]")
     return ranks, own
@@ -93,6 +91,20 @@ def count_of(name: str, value: Any, *, least: int | None = 1) -> int:
         bound = "" if least is None else f" of at least {least}"
         raise ConfigurationError(f"{name} should be an integer{bound}, but got {value!r}")
     return number
+
+
+def length_of(samples: Any) -> int:
+    """Return how many samples there are: of a dataset, or as a number of any kind.
+
+    Raises:
+        ConfigurationError: for a sampler: an order is made here.
+    """
+    if isinstance(samples, Sampler):
+        raise ConfigurationError(
+            f"the order of a {type(samples).__name__} would be ignored: give the dataset, or its length"
+        )
+    number = as_number(samples)
+    return len(samples) if number is None else number
 
 
 class Run:
@@ -170,6 +182,12 @@ class ResumableSampler(Sampler[T_co], ABC):
     def __iter__(self) -> Iterator[T_co]:
         return self._deal()
 
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, "
+            f"at {self._cursor_after(self._run, self._run.read)}>"
+        )
+
     def __len__(self) -> int:
         """Return the items of this rank in a whole epoch: the one that is set.
 
@@ -215,20 +233,18 @@ class ResumableSampler(Sampler[T_co], ABC):
         self._is_begun, self._is_announced = state["is_begun"], False
         self._begin_at(copy.copy(state["cursor"]))
 
-    def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int:
-        """Return how many items of this rank are left of an epoch after a state, of whichever number of ranks.
+    def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int | None:
+        """Return how many items of this rank are left of an epoch after a state; None if it has no end.
 
         Args:
-            state: Where the epoch is.
+            state: Where the epoch is, of whichever number of ranks.
             next_epoch: The epoch of the state is over, and this one is meant.
         """
         there = self._copy()
         there.load_state_dict(state)
         if next_epoch is not None:
             there.set_epoch(next_epoch)
-        left = there._left(there._beginning if next_epoch is not None else there._run.start)
-        assert left is not None
-        return left
+        return there._left(there._run.start if next_epoch is None else there._beginning)
 
     def announce_reading(self) -> None:
         """Begin a reading, whose first item is read later: a loader that begins an epoch calls it."""
@@ -298,7 +314,7 @@ class ResumableSampler(Sampler[T_co], ABC):
             if not name.startswith("_") and name not in self._may_differ and isinstance(value, identity.SCALARS)
         }
 
-    def _copy(self: Self) -> Self:
+    def _copy(self) -> Self:
         """Return a sampler of its own, which loads states without a change to this one."""
         return copy.copy(self)
 
@@ -349,13 +365,6 @@ class OrderedSampler(ResumableSampler[int]):
     """How often the order was changed while it was read."""
     _planned = 0
     """Up to which position a sampler around this one has planned the epoch."""
-
-    def __repr__(self) -> str:
-        length = self.order().length
-        return (
-            f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, "
-            f"{self._cursor_after(self._run, self._run.read)} of {'endless' if length is None else length} samples>"
-        )
 
     @abstractmethod
     def order(self) -> Order:

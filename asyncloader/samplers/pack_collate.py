@@ -77,8 +77,12 @@ def pack_collate(
         row = flat.setdefault(name, np.zeros(count, joined.dtype.newbyteorder("=")))
         row[np.concatenate([np.arange(sizes[number]) + starts[number] for number in filled])] = joined
     begins = np.cumsum(segments) - segments
-    _ignore_first(flat["labels"], begins, segments, shift_labels=shift_labels)
-    flat["labels"][np.repeat(numbers < 0, segments)] = IGNORED
+    labels = flat["labels"]
+    if shift_labels:
+        labels[:-1] = labels[1:]
+    # No sample predicts the first token of the next one.
+    labels[begins + segments - 1 if shift_labels else begins] = IGNORED
+    labels[np.repeat(numbers < 0, segments)] = IGNORED
     flat["position_ids"] = np.arange(count) - np.repeat(begins, segments)
     flat["document_ids"] = np.repeat(numbers, segments).astype(np.int32)
     return {
@@ -98,17 +102,6 @@ def _sizes(rows: list[dict[str, NDArray[Any]]], block_size: int, too_long: str) 
                 'asyncloader.samplers.Pieces if PackingBatchSampler splits samples, or give too_long="cut"'
             )
     return [min(size, block_size) for size in sizes]
-
-
-def _ignore_first(
-    labels: NDArray[Any], begins: NDArray[np.int64], segments: NDArray[np.int64], *, shift_labels: bool
-) -> None:
-    """Let no sample predict the first token of the next one."""
-    if shift_labels:
-        labels[:-1] = labels[1:]
-        labels[begins + segments - 1] = IGNORED
-    else:
-        labels[begins] = IGNORED
 
 
 def _rows(sample: Any, whose: str) -> dict[str, NDArray[Any]]:

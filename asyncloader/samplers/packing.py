@@ -11,8 +11,7 @@ from torch.utils.data import default_collate
 
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
-from asyncloader.identity import checksum
-from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, cost_of, dearest_first
+from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, checksum_of, cost_of, dearest_first
 from asyncloader.samplers.best_fit import best_fit
 from asyncloader.samplers.lengths import LengthsLike
 from asyncloader.samplers.ordered import OrderedSampler, count_of
@@ -23,7 +22,6 @@ from asyncloader.samplers.windows import Units, WindowedBatchSampler
 
 TooLong = Literal["raise", "split", "cut"]
 _WINDOW = 1 << 13
-_PROBES = 256
 _PACKED = "asyncloader.samplers.packed says it once, for both: DataLoader(**packed(dataset, sampler), num_workers=...)"
 
 
@@ -72,8 +70,8 @@ class PackingBatchSampler(WindowedBatchSampler):
     Called from the thread that reads it.
 
     Args:
-        lengths: How many tokens each sample has: a list, an array, a tensor, the path of a .npy file, or a function of
-            an array of indices. Only those of one window are looked at, at construction those of arrays in memory.
+        lengths: How many tokens each sample has: a list, an array, a tensor, or the path of a .npy file, of which only
+            those of one window are looked at.
         block_size: Tokens of a block.
         batch_size: Blocks of one rank's batch.
         too_long: For samples longer than a block: "raise"; "cut": each counts as one of `block_size` tokens, and
@@ -81,7 +79,6 @@ class PackingBatchSampler(WindowedBatchSampler):
             :class:`Pieces` reads from any dataset.
         sampler: The order of samples: a sampler of this package, such as `MixtureSampler`, whose own ranks do not
             matter. By default all samples, shuffled.
-        num_samples: How many samples there are; needed for a function of lengths without a sampler.
         window: Samples that are packed at once: more fill blocks better, and take longer.
         shuffle: Without, and without a sampler, windows are as the samples lie, and blocks ordered by their first one.
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
@@ -109,7 +106,6 @@ class PackingBatchSampler(WindowedBatchSampler):
         batch_size: int = 1,
         too_long: TooLong = "raise",
         sampler: OrderedSampler | None = None,
-        num_samples: int | None = None,
         window: int = _WINDOW,
         shuffle: bool = True,
         num_replicas: int | None = None,
@@ -118,15 +114,15 @@ class PackingBatchSampler(WindowedBatchSampler):
         drop_last: bool = False,
         cost: Cost | None = None,
     ) -> None:
-        super().__init__(lengths, sampler, num_samples, window, shuffle, num_replicas, rank, seed, drop_last)
+        super().__init__(lengths, sampler, window, shuffle, num_replicas, rank, seed, drop_last)
         self.block_size = count_of("block_size", block_size)
         self.batch_size = count_of("batch_size", batch_size)
         self._units_per_batch = self.batch_size if cost is None else 1  # with a cost, units are whole batches
         one_of("too_long", too_long, TooLong)
         self.too_long = too_long
         self.cost = cost
-        self._cost_checksum = cost and checksum(cost_of(cost, self.lengths.sample(_PROBES)))["checksum"]
-        self._check_longest()
+        self._cost_checksum = checksum_of(cost, self.lengths.sample())
+        self._lengths_of(self.lengths.longest())
 
     @property
     def fill(self) -> float:
@@ -141,15 +137,11 @@ class PackingBatchSampler(WindowedBatchSampler):
         """
         if collate_fn is default_collate:
             raise ConfigurationError(f"PackingBatchSampler needs a collate_fn that packs a batch's samples. {_PACKED}")
-        is_partial = isinstance(collate_fn, partial)
-        if (collate_fn.func if is_partial else collate_fn) is not pack_collate:
+        if getattr(collate_fn, "func", collate_fn) is not pack_collate:
             return
-        given = collate_fn.keywords if is_partial else {}
-        wanted: dict[str, Any] = {"block_size": self.block_size, "batch_size": self.batch_size}
-        if self.too_long == "cut":
-            wanted["too_long"] = "cut"
-        for name, value in wanted.items():
-            if given.get(name, value if name == "batch_size" else None) != value:
+        given = {"batch_size": self.batch_size, "too_long": "raise", **getattr(collate_fn, "keywords", {})}
+        for name in ("block_size", "batch_size", "too_long"):
+            if given.get(name) != (value := packed(None, self)["collate_fn"].keywords[name]):
                 raise ConfigurationError(
                     f"PackingBatchSampler has {name}={value!r}, and pack_collate {name}={given.get(name)!r}. {_PACKED}"
                 )

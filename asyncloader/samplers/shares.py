@@ -115,10 +115,9 @@ class Schedule:
             return None
         left = draw - int(stage.base[source])
         each = CYCLE * stage.weights[source] / sum(stage.weights)
-        first, last = (int((left + drift) / each) for drift in (-_DRIFT, _DRIFT))
-        near = range(max(0, first), last + 2)
-        number = bisect.bisect_right(near, draw, key=lambda cycle: stage.before(np.array([cycle]))[0, source])
-        begin = stage.start + near[number - 1] * CYCLE
+        cycles = range(int((left + _DRIFT) / each) + 2)  # it is in one of these
+        number = bisect.bisect_right(cycles, draw, key=lambda cycle: stage.before(np.array([cycle]))[0, source])
+        begin = stage.start + (number - 1) * CYCLE
         sources, draws = stage.draws(np.arange(begin, begin + CYCLE))
         return begin + int(np.flatnonzero((sources == source) & (draws == draw))[0])
 

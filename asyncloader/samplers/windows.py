@@ -18,7 +18,7 @@ import itertools
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,9 +99,8 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
     and read later. Called from the thread that reads it.
 
     Args:
-        lengths: The lengths of samples, or a function of their indices.
+        lengths: The lengths of samples.
         sampler: The order of samples; None for one of all samples, shuffled or not.
-        num_samples: How many samples there are; needed for a function of lengths.
         window: Samples that are planned at once, at most.
         shuffle: Shuffle what is planned; and the samples, without a sampler.
         num_replicas, rank: As of :class:`ElasticSampler`.
@@ -122,7 +121,6 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         self,
         lengths: LengthsLike,
         sampler: OrderedSampler | None,
-        num_samples: int | None,
         window: int,
         shuffle: bool,
         num_replicas: int | None,
@@ -136,8 +134,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
                 f"{type(sampler).__name__}"
             )
         of_sampler = None if sampler is None else sampler.num_indices()
-        count = num_samples if num_samples is not None or not callable(lengths) else of_sampler
-        self.lengths = self._measure(lengths, count)
+        self.lengths = self._measure(lengths)
         if of_sampler not in (None, self.lengths.count):
             raise ConfigurationError(
                 f"there are {self.lengths.count} {self._measure.noun}s, but the sampler is one of {of_sampler} samples"
@@ -148,10 +145,6 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         self._tokens = self._space = 0  # in what was planned so far
         self._newest_plan: tuple[Any, EpochPlan | None] = None, None  # and what it is a plan of
         super().__init__(num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)
-
-    def __repr__(self) -> str:
-        place = "{window}:{unit}".format(**self._cursor_after(self._run, self._run.read))
-        return f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, {place}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the plan: copies in other processes make their own."""
@@ -175,7 +168,6 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         self._check_state(state)
         self.sampler.load_state_dict(state["sampler"])
         super().load_state_dict(state)
-        self.lengths.say_what_is_compared()
 
     def begin_reading(self) -> None:
         """Let what is read from now on be another reading, of this sampler and of the order within."""
@@ -192,18 +184,15 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
             key: The numbers that seed its random choices.
         """
 
-    @abstractmethod
     def _check_length(self, index: int, length: int) -> None:
         """Raise a ConfigurationError if a sample is too long."""
 
-    def _check_longest(self) -> None:
-        if (longest := self.lengths.longest()) is not None:
-            self._check_length(*longest)
-
     def _lengths_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lengths of these samples, none of which may be too long."""
         lengths = self.lengths(indices)
-        longest = int(lengths.argmax())
-        self._check_length(int(indices[longest]), int(lengths[longest]))
+        if len(lengths):
+            longest = int(lengths.argmax())
+            self._check_length(int(indices[longest]), int(lengths[longest]))
         return lengths
 
     def _share_of_tokens(self) -> float:
@@ -229,7 +218,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
     def _whole_state(self, bare: dict[str, Any]) -> dict[str, Any]:
         return {**bare, "sampler": self.sampler._whole_state(bare["sampler"])}
 
-    def _copy(self) -> WindowedBatchSampler:
+    def _copy(self) -> Self:
         there = super()._copy()
         there.sampler = self.sampler._copy()
         return there
@@ -265,6 +254,8 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
             number, first = number + 1, 0
 
     def _cursor_after(self, run: Run, items: int) -> dict[str, int]:
+        if not items:  # the window may not be planned yet
+            return dict(run.start)
         unit = run.start["unit"] + items * self._units_per_batch * self.num_replicas  # from the first window on
         if items > run.read:
             raise ConfigurationError(f"{run.read} batches were yielded: what comes after {items} is not known yet")

@@ -323,7 +323,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refuses("has block_size=6, and pack_collate block_size=None", pack_collate)
     refuses("has batch_size=2, and pack_collate batch_size=3", partial(pack_collate, block_size=6, batch_size=3))
     cuts = PackingBatchSampler([5, 3, 4, 2], block_size=4, too_long="cut")
-    refuses("has too_long='cut', and pack_collate too_long=None", partial(pack_collate, block_size=4), cuts)
+    refuses("has too_long='cut', and pack_collate too_long='raise'", partial(pack_collate, block_size=4), cuts)
     for fits in (list, partial(pack_collate, block_size=6), partial(pack_collate, block_size=6, batch_size=2)):
         asyncloader.DataLoader(rows, batch_sampler=sampler, collate_fn=fits)
     splits = PackingBatchSampler([5, 3, 4, 2], block_size=4, too_long="split")

@@ -213,7 +213,7 @@ KINDS = {
         is_elastic=True,
     ),
     "BalancedBatchSampler": Kind(
-        lambda c: BalancedBatchSampler(c.lengths(), max_cost=30 * c.batch_size, window=c.window, **c.inner_sampler()),
+        lambda c: BalancedBatchSampler(c.lengths(), batch_size=c.batch_size, window=c.window, **c.inner_sampler()),
         (*_ELASTIC, "changed", "changed", "window", "inner", "inner"),
         is_elastic=True,
     ),
