@@ -37,14 +37,21 @@ _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and t
 
 
 class SamplerState(NamedTuple):
-    """Where samplers are: so many batches after a state of theirs.
+    """Where samplers are: so many answers after a state of theirs.
 
-    With ``is_over`` that was in the epoch before, which has come to its end then, and another one has begun.
+    A sampler may keep its place over epochs, and put it back no sooner than its next iterator is read. So a state of a
+    pass that was over, or left, is not that of the pass after it: ``passes`` says what was read before that one.
+
+    Attributes:
+        state: The state; None if samplers provide none.
+        passes: How many answers each earlier iterator has given since the state, its end included. Then each was
+            dropped.
+        drawn: How many batches the present iterator has given since the state, or since its beginning.
     """
 
     state: Frozen | None
     drawn: int = 0
-    is_over: bool = False
+    passes: tuple[int, ...] = ()
 
 
 class Given(NamedTuple):
@@ -177,6 +184,8 @@ class Progress:
         self.began = position, sample
         self.digests = array("q")
         self.read = position  # batches of keys that the plan has given out
+        self.asked = position  # answers of the sampler: batches, or its end; not of those that draw once
+        self.asked_alone: int | None = None  # before another run of the loader began, which reads the same sampler
         self.named_samples = 0  # that those of this run have named
         self._next_sample = sample  # after what was read
         self._firsts: dict[int, int] = {}  # of batches that were read, the number of the first sample
@@ -195,6 +204,11 @@ class Progress:
         return self.folded()[0]
 
     @property
+    def has_read_on(self) -> bool:
+        """Whether the sampler was read for this run after another run of the loader had begun."""
+        return self.asked_alone is not None and self.asked > self.asked_alone
+
+    @property
     def finished(self) -> bool:
         """Whether everything was taken, and a consumer knows it."""
         return self.end_is_known and not self.is_broken and not self.folded()[1]
@@ -210,7 +224,7 @@ class Progress:
 
     def begin_after(self, samplers: SamplerState) -> None:
         """Note where samplers were before the run."""
-        if samplers.state is not None and not samplers.is_over:
+        if samplers.state is not None and not samplers.passes:
             self.sampler_states.append((self.now.position - samplers.drawn, samplers.state))
         self.samplers_before = samplers
 
@@ -273,7 +287,7 @@ class Progress:
     def forget(self, position: int) -> None:
         """Drop what is known of batches before this one."""
         states = self.sampler_states
-        while len(states) > 1 and states[1][0] <= position:
+        while len(states) > 1 and states[1][0] < position:  # one before the last answer is needed for `samplers_after`
             states.popleft()
         while self._knows_places and self._oldest_first < position:
             self._firsts.pop(self._oldest_first, None)
@@ -285,9 +299,8 @@ class Progress:
             if read <= number:
                 return SamplerState(state, number - read)
         before = self.samplers_before
-        if before.is_over:
-            return before
-        first = 0 if before.state is None else self.began[0] - before.drawn  # the batch that comes after the state
+        is_of_pass = before.state is not None and not before.passes
+        first = self.began[0] - before.drawn if is_of_pass else 0  # the batch that comes after the state
         return before._replace(drawn=number - first)
 
 

@@ -32,6 +32,7 @@ from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, check
+from asyncloader.run.plan import order_generators
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.seeding_epochs import SeedingEpochs
@@ -154,7 +155,10 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
         begin_run = partial(begin, self._options, runs=self._runs, draw=draw, last=last)
         if state is not None and (chosen := self._runs.set_epochs.of_another(state, self._options)) is not None:
+            rng = order_generators(self._options)
+            before, set_by_trainer = rng.capture(), self._runs.set_by_trainer(rng)
             left = self._leave_epoch(begin_run(state, prepare=prepare), chosen)
+            rng.restore(before, set_by_trainer)
             prepare = None if self._options.persistent_workers else prepare  # which keep the seed
             start = begin_run(None, prepare=prepare, left=left)
         else:
@@ -232,7 +236,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of the batches that were yielded: see :meth:`asyncloader.DataLoader.state_dict`."""
-        return self._runs.completed(self._checkpointer.state_dict())
+        return self._runs.state_of(self._checkpointer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state, with this iterator: what it was at is dropped, and its workers are started anew.

@@ -8,8 +8,8 @@
      (JSON), "" if the same; or now, if that was not yet, which "is_drawn" tells,
      "check": tells what the global generators are now, -1 if nobody can say, "shared_seed": of data pipes,
      "set_epochs": what `set_epoch` of samplers had been called with, "dataset_epochs": that of datasets,
-     "samplers": the last state of samplers that was taken, "drawn": batches that were drawn since, "is_over": that was
-     in the epoch before, which has ended since,
+     "samplers": the last state of samplers that was taken, "passes": how many answers each iterator that is dropped by
+     now has given since, "drawn": how many batches the present one has given since,
      "sample": samples of the epoch before that position; -1 if the run has not counted them,
      "bad_count": samples of the run that have raised, and were left out or replaced,
      "finished": whether it is a state after the end of a run,
@@ -52,14 +52,14 @@ from asyncloader.messages.snapshot import WorkerStart, as_plain, dataset_here, f
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.exclusions import Exclusions
-from asyncloader.run.plan import is_elastic, order_generators, own_state, samplers_within, written
+from asyncloader.run.plan import is_elastic, keeps_place, order_generators, own_state, samplers_within, written
 from asyncloader.run.rng_snapshot import OrderDraw
 from asyncloader.seeding.own_generators import Key
 from asyncloader.seeding.sample_context import EpochKey
 
 log = logging.getLogger("asyncloader")
 
-VERSION = 3
+VERSION = 4
 
 _OTHER_RANKS = (
     "A state of this sampler fits as many ranks as it was taken on. asyncloader.samplers.ElasticSampler, in the place "
@@ -167,7 +167,7 @@ def _identity(sampler: Any, elastic: bool) -> dict[str, Any]:
 
 def keys_in(state: dict[str, Any]) -> dict[str, Key]:
     """Return the keys of generators that a state has."""
-    return {path: (key, count) for path, (key, count) in json.loads(state["generators"]).items()}
+    return {path: (check, first) for path, (check, first) in json.loads(state["generators"]).items()}
 
 
 def is_between_runs(state: dict[str, Any]) -> bool:
@@ -251,7 +251,7 @@ class Checkpointer:
         with self.progress.lock:
             state = self._after_the_run() if self.progress.finished else self._within_the_run()
         if untold := self.progress.now.untold:
-            self._warn(
+            self.warn(
                 f"The state of the dataset could not be taken ({untold}). "
                 + (
                     "It is not in states of the loader."
@@ -259,23 +259,12 @@ class Checkpointer:
                     else "To resume from here, batches since the last one are read again and dropped."
                 )
             )
-        self.warn_of_draws()
+        self.order.note_state()
         return state
 
-    def warn_of_draws(self) -> None:
-        """Say that a sampler cannot be resumed exactly which draws while it is read, beside whatever else draws."""
-        if self.order.draws_on:
-            kinds = " over ".join(type(each).__name__ for each in samplers_within(self.options.index_sampler))
-            self._warn(
-                f"The sampler ({kinds}) draws from global random generators while it is read, and not only when it "
-                "begins: after a resume the rest of an epoch may be other samples than it would be, and some may come "
-                "twice. Give the sampler a generator of its own, a seed, or a state (state_dict, load_state_dict)."
-            )
-
-    def _warn(self, text: str) -> None:
-        if text not in self.warned:
-            self.warned.add(text)
-            log.warning("%s", text)
+    def warn(self, text: str) -> None:
+        """Log a warning about states, once for a loader."""
+        warn_once(self.warned, text)
 
     def carried(self) -> dict[int, WorkerStart] | None:
         """Return where the datasets are that outlast the run, for the next one; None if none does, or has a state."""
@@ -289,14 +278,28 @@ class Checkpointer:
         return {worker: WorkerStart(0, ends.get(worker)) for worker in workers} if ends else None
 
     def samplers_after(self) -> SamplerState:
-        """Return where samplers are before the next run."""
-        samplers = self.progress.sampler_state(self.progress.now.position)
-        if samplers.is_over or samplers.state is None or not self.progress.finished:
-            return SamplerState(own_state(self.options.index_sampler))
-        return samplers._replace(is_over=True)
+        """Return where samplers are before the next run, which iterates over them anew; None if they say it."""
+        progress, index_sampler = self.progress, self.options.index_sampler
+        if not (progress.finished or keeps_place(index_sampler)):
+            return SamplerState(None)
+        if progress.finished:
+            samplers = progress.sampler_state(progress.now.position)
+            answers = samplers.drawn + 1  # the end is one
+        else:
+            # The next iterator may make use of a state that was loaded, and after which nothing is read. So one answer
+            # is read again at least, if there was one.
+            at = max(progress.began[0], progress.asked - 1)
+            samplers = progress.sampler_state(at)
+            answers = samplers.drawn + progress.asked - at
+        has_no_state = samplers.passes and answers and not progress.sampler_states
+        if samplers.state is None or has_no_state:
+            return SamplerState(None)
+        return SamplerState(samplers.state, 0, (*samplers.passes, answers))
 
     def _after_the_run(self) -> dict[str, Any]:
         samplers = self.samplers_after()
+        if samplers.state is None:
+            samplers = SamplerState(own_state(self.options.index_sampler))
         carried = self.carried()
         return _state(
             self.options,
@@ -358,6 +361,24 @@ class Checkpointer:
         return self._described
 
 
+def warn_once(warned: set[str], text: str) -> None:
+    """Log a warning about states, unless the loader has logged it before."""
+    if text not in warned:
+        warned.add(text)
+        log.warning("%s", text)
+
+
+def warn_of_draws(index_sampler: Any, warned: set[str]) -> None:
+    """Say that a sampler cannot be resumed exactly which draws while it is read, beside whatever else draws."""
+    kinds = " over ".join(type(each).__name__ for each in samplers_within(index_sampler))
+    warn_once(
+        warned,
+        f"The sampler ({kinds}) draws from global random generators while it is read, and not only when it begins: "
+        "after a resume the rest of an epoch may be other samples than it would be, and some may come twice. Give the "
+        "sampler a generator of its own, a seed, or a state (state_dict, load_state_dict).",
+    )
+
+
 def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, Any]:
     """Return the state of a run that goes on at another batch of it; of a map-style dataset without a state.
 
@@ -371,9 +392,8 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
     if by and sample >= 0:
         # What lies before a state is read from the epoch's beginning on. Its last batch may have fewer samples.
         sample = -1 if samples is None else number * samples if by < 0 else sample + by * samples
-    drawn = state["drawn"] + (0 if state["is_over"] else by)
     given: dict[str, Any] = {"ahead": [], "workers": None, "next_worker": None, "bad_count": 0, "check": []}
-    return {**state, **given, "position": number, "drawn": drawn, "sample": sample}
+    return {**state, **given, "position": number, "drawn": state["drawn"] + by, "sample": sample}
 
 
 def initial_state(
@@ -407,7 +427,7 @@ def _state(options: Options, epoch: int, fits: dict[str, Any], samplers: Sampler
         "epoch": epoch,
         "samplers": written(options.index_sampler, samplers.state),
         "drawn": samplers.drawn,
-        "is_over": samplers.is_over,
+        "passes": list(samplers.passes),
         **more,
         "fits": dict(fits),
     }
@@ -436,7 +456,7 @@ def _empty() -> dict[str, Any]:
         "sample": 0,
         "samplers": None,
         "drawn": 0,
-        "is_over": False,
+        "passes": [],
         "finished": False,
         "workers": None,
         "next_worker": None,

@@ -125,7 +125,6 @@ class Plan:
         if self.arrives and hasattr(iterator, "follow"):
             progress.follow(cast(FollowsConsumers, iterator))
         self._order = order
-        self._num_asked = 0
         may_draw = not (self.arrives or self._is_elastic or all(map(draws_once, samplers_within(index_sampler))))
         self._may_draw = may_draw  # while it is read, from global generators
         # Blocks of samples, while the sampler is read.
@@ -215,18 +214,18 @@ class Plan:
         else:
             with self._drawing():
                 self._hold_answer()
-        self._num_asked += 1
+        self._progress.asked += 1
         self._is_simple = not (self._keeps_out or self._may_draw)
 
     def _drawing(self) -> AbstractContextManager[None]:
-        """Return what the sampler is read inside of. To see what it draws takes 100 us: not done each time."""
-        order, number = self._order, self._num_asked
+        """Return what the sampler is read inside of."""
+        order = self._order
         if order is None:
             return nullcontext()
         if order.is_due:
             return order.first()
-        is_looked_at = number < 8 or number & (number - 1) == 0
-        return order.watched() if is_looked_at and self._has_no_state and not order.draws_on else nullcontext()
+        answers = self._progress.asked - self._progress.began[0]
+        return order.watched() if self._has_no_state and order.is_watched(answers) else nullcontext()
 
     @property
     def _has_no_state(self) -> bool:
@@ -367,6 +366,12 @@ def is_elastic(sampler: Any) -> bool:
     return callable(probe(sampler, "state_after"))
 
 
+def keeps_place(index_sampler: Any) -> bool:
+    """Whether a sampler has one state for all of its iterators, which does not say where the next one begins."""
+    sampler = stateful_sampler(index_sampler)
+    return sampler is not None and not is_elastic(sampler) and probe(sampler, "keys_arrive") is not True
+
+
 def left_after(index_sampler: Any, state: dict[str, Any]) -> int | None:
     """Return how many batches are left after a loader's state of any division; None if the sampler cannot say."""
     sampler = stateful_sampler(index_sampler)
@@ -374,7 +379,7 @@ def left_after(index_sampler: Any, state: dict[str, Any]) -> int | None:
     if not callable(count) or states is None or states["sampler"] is None or state["drawn"]:
         return None
     next_epoch = None
-    if state["is_over"]:  # the state is of the end of the epoch before
+    if state["passes"]:  # the state is of an epoch before
         epochs = dict(zip(map(id, samplers_within(index_sampler)), state["set_epochs"], strict=False))
         if state["position"] or (next_epoch := epochs.get(id(sampler))) is None:
             return None

@@ -33,7 +33,7 @@ from asyncloader.run.data_rank import data_rank
 from asyncloader.run.device_iterator import on_device
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.inline_iterator import InlineIterator
-from asyncloader.run.plan import digest, samplers_within
+from asyncloader.run.plan import digest, order_generators, samplers_within
 from asyncloader.run.rng_snapshot import DRAW_FROM_TORCH, KNOWN_SAMPLERS, draws_once
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
@@ -179,14 +179,16 @@ def _put(twin: Any, state: dict[str, Any], options: Options) -> dict[str, Any]:
     sampler = index_sampler.sampler if is_wrapped else index_sampler
     if not isinstance(sampler, OrderedSampler) or state["samplers"] is None:
         return state
-    batches = state["position"] if state["is_over"] else state["drawn"]
-    if batches == 0:
+    if (batches := state["drawn"]) == 0:
         return state
-    at_first = {**state, "position": 0, "drawn": 0} if state["is_over"] else {**state, "drawn": 0}
+    at_first = {**state, "drawn": 0, **({"position": 0} if state["passes"] else {})}
+    rng = order_generators(options)
+    before = rng.capture()
     next(_begun(twin, options, at_first).plan, None)  # now its newest iterator is that of this run
+    rng.restore(before)  # which may be those that the trainer has set for this run
     after = sampler.state_after(batches * (index_sampler.batch_size if is_wrapped else 1))
     there = Frozen({"sampler": after, "iterator": None}).plain()
-    return {**state, "samplers": there, "drawn": 0, "is_over": False, "finished": False}
+    return {**state, "samplers": there, "drawn": 0, "passes": [], "finished": False}
 
 
 def _begun(twin: Any, options: Options, state: dict[str, Any]) -> RunStart:

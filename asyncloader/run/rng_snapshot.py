@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import repeat, zip_longest
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -34,7 +35,17 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from asyncloader.protocols import is_stateful, probe
-from asyncloader.seeding.generators import GLOBAL, check_of, decode, encode, set_state, state_of
+from asyncloader.seeding.generators import (
+    GLOBAL,
+    Mark,
+    check_of,
+    decode,
+    encode,
+    is_seeded_since,
+    mark_of,
+    set_state,
+    state_of,
+)
 from asyncloader.seeding.turns import untouched
 
 _DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
@@ -100,6 +111,17 @@ class RNGSnapshot:
             pairs = zip(self._generators, self.is_global, strict=True)
             return [check_of(each) if is_global else 0 for each, is_global in pairs]
 
+    def marks(self) -> list[Mark]:
+        """Return what tells `is_seeded_since` what the generators are now."""
+        with self._untouched():
+            return list(map(mark_of, self._generators))
+
+    def set_since(self, marks: list[Mark | None]) -> list[bool]:
+        """Return which of the generators were seeded since these marks, or had been set before them: None."""
+        with self._untouched():
+            pairs = zip(self._generators, marks, strict=False)
+            return [mark is None or is_seeded_since(generator, mark) for generator, mark in pairs]
+
     def differ(self, states: list[Any], others: list[Any]) -> list[bool]:
         """Return which of the generators' states are other ones."""
         texts = (map(encode, self._generators, each) for each in (states, others))
@@ -114,19 +136,24 @@ class RNGSnapshot:
         return list(map(decode, self._generators, json.loads(text)))
 
 
+_ALL_WATCHED = 8
+_SHARE = 50
+"""To see what an answer draws takes 100 us, which are so many times less than what comes before the next look."""
+
+
 class OrderDraw:
     """When the order of one run was drawn. Used with the lock of the progress held, or before others know the run.
 
     Args:
         rng: The generators.
         at_iter: Their states when the samplers were iterated over.
+        warn: Says that the sampler draws on, once.
 
     Attributes:
         is_due: The sampler is read next for the first time, or once more up to where a resumed run begins.
-        draws_on: A global generator was drawn from while the sampler was read later.
     """
 
-    def __init__(self, rng: RNGSnapshot, at_iter: list[Any]) -> None:
+    def __init__(self, rng: RNGSnapshot, at_iter: list[Any], warn: Callable[[], object]) -> None:
         self._rng = rng
         self._at_iter = at_iter
         self._at_next: list[Any] = []
@@ -134,7 +161,9 @@ class OrderDraw:
         self._is_again = self._is_reading = False
         self._put_back = self._set_by_sampler = [False] * len(rng)
         self.is_due = True
-        self.draws_on = False
+        self._warn = warn
+        self._draws_on = self._has_states = False
+        self._watched_until = 0.0
 
     def begin_read(self, states: list[Any]) -> None:
         """Note that others have read the sampler before the run: the generators were in these states then."""
@@ -185,12 +214,33 @@ class OrderDraw:
                 self._rng.restore(here, self._put_back)
             self._is_reading = False
 
+    def note_state(self) -> None:
+        """Note that there is a state of the run: where the sampler draws on, that is said now, or when it is seen."""
+        self._has_states = True
+        if self._draws_on:
+            self._warn()
+
+    def is_watched(self, answers: int) -> bool:
+        """Whether to see what the sampler draws for its next answer: a fiftieth of the time at most, after the first 8.
+
+        So in most trainings each answer is watched. Where batches take less than 5 ms, a sampler that draws once in a
+        while may be missed until a resume, which draws again all that the state has.
+        """
+        return not self._draws_on and (answers < _ALL_WATCHED or perf_counter() >= self._watched_until)
+
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """See whether global generators are drawn from inside of this."""
-        before = self._rng.check()
-        yield
-        self.draws_on = self.draws_on or self._rng.check() != before
+        """See whether global generators are drawn from inside of this: by an answer that an interrupt ends, too."""
+        began_at, before = perf_counter(), self._rng.check()
+        cost_s = perf_counter() - began_at
+        try:
+            yield
+        finally:
+            self._watched_until = perf_counter() + 2 * _SHARE * cost_s
+            if self._rng.check() != before:
+                self._draws_on = True
+                if self._has_states:
+                    self._warn()
 
     def as_plain(self) -> dict[str, Any]:
         """Return what a state says of it: in some microseconds once the order is drawn, before that in 200."""

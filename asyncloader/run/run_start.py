@@ -23,7 +23,7 @@ from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_her
 from asyncloader.options import Options
 from asyncloader.plain import unplain
 from asyncloader.protocols import is_stateful, leaves_out_buffer
-from asyncloader.run.checkpoint import Checkpointer, is_between_runs, keys_in
+from asyncloader.run.checkpoint import Checkpointer, is_between_runs, keys_in, warn_of_draws
 from asyncloader.run.data_rank import data_rank
 from asyncloader.run.plan import Plan, is_drawn_from, load_samplers, order_generators, own_state, samplers_within
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot
@@ -90,21 +90,23 @@ def begin(
     if prepare is not None:
         at_iter = _prepare(prepare, rng, at_iter, keeps_seed=_keeps_seed(state))
     samplers, starts = _load(options, state, states, runs, left)
-    generators = _generator_keys(options, state, runs)
+    epoch = runs.begun if state is None else state["epoch"]
+    generators = _generator_keys(options, state, runs, epoch)
     loaded = at_iter if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     with Drawing():
         drawn = draw()
-    order = OrderDraw(rng, at_iter)
+    order = OrderDraw(rng, at_iter, partial(warn_of_draws, options.index_sampler, runs.warned))
     is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
     if state is not None:
+        order.note_state()
         drawn = _as_saved(options, state, drawn, rng, loaded, is_advanced=is_advanced)
         if not is_between_runs(state):
             order.resume(state, before, check, rng.differ(at_iter, loaded))
     elif is_advanced:
         order.begin_read(_after_seed(options, rng, before))
         samplers = SamplerState(None)
-    epoch = runs.begun if state is None else state["epoch"]
-    key = EpochKey((drawn.base_seed, _reruns(state, last), data_rank(options)))
+    had_seed = left.checkpointer if left is not None and options.persistent_workers else last
+    key = EpochKey((drawn.base_seed, _reruns(state, had_seed), data_rank(options)))
     progress = _progress(options, state, drawn, key, _known(options, starts, last))
     by_plan = None if reads_again(options, starts) else order
     plan = _plan(options, runs, progress, epoch, drawn.keys, samplers, states, by_plan, is_resumed=state is not None)
@@ -123,7 +125,6 @@ def begin(
         num_workers=int(options.num_workers) if options.is_auto else None,
         warned=runs.warned,
     )
-    checkpointer.warn_of_draws()
     runs.begin(checkpointer, state)
     return RunStart(plan, checkpointer, starts)
 
@@ -131,10 +132,17 @@ def begin(
 def _rewind(
     options: Options, state: dict[str, Any], states: dict[str, Any] | None, runs: Runs, rng: RNGSnapshot
 ) -> list[Any]:
-    """Put the generators to where they were when the samplers were iterated over, and return where that is."""
-    if state["is_over"]:
-        _finish_last_run(options.index_sampler, states, state["drawn"], runs)
+    """Put the generators to where they were when the samplers were iterated over, and return where that is.
+
+    Where an epoch begins, generators stay that the trainer has set: see `Runs.set_by_trainer`.
+    """
+    before, set_by_trainer = rng.capture(), runs.set_by_trainer(rng)
+    if state["passes"]:
+        _repeat_passes(options.index_sampler, states, state["passes"], runs)
     at_iter = rng.from_text(state["at_iter"])
+    if is_between_runs(state):
+        pairs = zip(before, at_iter, set_by_trainer, strict=False)
+        at_iter = [trainers if is_set else saved for trainers, saved, is_set in pairs]
     rng.restore(at_iter)
     return at_iter
 
@@ -144,10 +152,10 @@ def _keeps_seed(state: dict[str, Any] | None) -> bool:
     return state is not None and state["base_seed"] is not None
 
 
-def _generator_keys(options: Options, state: dict[str, Any] | None, runs: Runs) -> dict[str, Key]:
+def _generator_keys(options: Options, state: dict[str, Any] | None, runs: Runs, epoch: int) -> dict[str, Key]:
     """Return the keys of generators that the dataset holds: of its own, or of the epoch that goes on."""
     generators = runs.generators(options)
-    keys = runs.generator_keys.following(generators)
+    keys = runs.generator_keys.following(generators, epoch)
     if state is not None and not is_between_runs(state):
         keys |= keys_in(state)
     runs.generator_keys = GeneratorKeys(generators, keys)
@@ -155,7 +163,7 @@ def _generator_keys(options: Options, state: dict[str, Any] | None, runs: Runs) 
 
 
 def _reruns(state: dict[str, Any] | None, last: Checkpointer | None) -> int:
-    """Return how many runs had the base seed of this run before it."""
+    """Return how many runs had the base seed of this run before it, of which this was the last."""
     if state is not None and _keeps_seed(state):
         return int(state["reruns"])
     return 0 if last is None else last.key[1] + 1
@@ -256,7 +264,7 @@ def _plan(
         kind["leave_out"] = partial(runs.exclusions.without, epoch=epoch, is_batched=is_batched)
     plan = Plan(options.index_sampler, keys, progress, Pace(), **kind)
     if is_resumed and progress.now.position and not options.is_iterable:
-        plan.resume(None if samplers.is_over else states, progress.now.position if samplers.is_over else samplers.drawn)
+        plan.resume(None if samplers.passes else states, samplers.drawn)
     return plan
 
 
@@ -286,18 +294,19 @@ def _progress(
     )
 
 
-def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: int, runs: Runs) -> None:
-    """Have samplers come to the end of an epoch that was over: so they do what they do then, and begin another."""
+def _repeat_passes(index_sampler: Any, states: dict[str, Any] | None, passes: list[int], runs: Runs) -> None:
+    """Have samplers be read as they were in epochs that are over or were left: so they do what they do then."""
     if states is None:
         return
     chosen = runs.set_epochs.of_samplers_since_load(index_sampler)
     load_samplers(index_sampler, states, ())
-    with Drawing():
-        keys = iter(index_sampler)
-    if not hasattr(keys, "follow"):  # such an iterator goes on where consumers are, and waits for what comes
-        plan = Plan(index_sampler, keys, Progress(), Pace())
-        plan.resume(states, drawn)
-        next(plan, None)
+    for number, answers in enumerate(passes):
+        with Drawing():
+            keys = iter(index_sampler)
+        # An iterator that follows consumers goes on where they are, and waits for what comes. One that was not read has
+        # not iterated over the sampler within, if it is torch's.
+        if answers and not hasattr(keys, "follow"):
+            Plan(index_sampler, keys, Progress(), Pace()).resume(None if number else states, answers)
     restore(samplers_within(index_sampler), chosen)
 
 
@@ -311,17 +320,18 @@ def _load_samplers(
     index_sampler, samplers, latest = options.index_sampler, SamplerState(None), runs.latest
     if state is not None:
         chosen = runs.set_epochs.of_samplers_since_load(index_sampler) if is_between_runs(state) else []
-        load_samplers(index_sampler, None if state["is_over"] else states, state["set_epochs"])
+        load_samplers(index_sampler, None if state["passes"] else states, state["set_epochs"])
         restore(samplers_within(index_sampler), chosen)
-        samplers = SamplerState(None if states is None else Frozen(states), state["drawn"], state["is_over"])
-    elif latest is not None and latest.progress.finished:
-        samplers = latest.samplers_after()
-        runs.set_epochs.warn_of_same_order(options, latest.sampler_epochs, latest.dataset_epochs)
+        samplers = SamplerState(None if states is None else Frozen(states), state["drawn"], tuple(state["passes"]))
+    else:
+        samplers = runs.samplers_now()
+        if latest is not None and latest.progress.finished:
+            runs.set_epochs.warn_of_same_order(options, latest.sampler_epochs, latest.dataset_epochs)
     last = None if latest is None else latest.sampler_epochs
     if state is not None:
         last = runs.set_epochs.of_samplers(index_sampler) if state["finished"] else None
     runs.set_epochs.begin_epoch(index_sampler, last=last)
-    if samplers.state is None or samplers.is_over:
+    if samplers.state is None or samplers.passes:
         for sampler in samplers_within(index_sampler):
             if isinstance(sampler, ResumableSampler):  # its newest iterator may have been left, in the same epoch
                 sampler.announce_reading()

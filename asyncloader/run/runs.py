@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from asyncloader.engine.progress import SamplerState
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
@@ -17,14 +18,21 @@ from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs, keys_in
 from asyncloader.run.current_run import CurrentRun
 from asyncloader.run.exclusions import Exclusions
-from asyncloader.run.plan import left_after, since_preload
+from asyncloader.run.plan import keeps_place, left_after, order_generators, since_preload
+from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.run.set_epochs import SetEpochs
+from asyncloader.seeding.generators import Mark
 from asyncloader.seeding.own_generators import GeneratorKeys, seeded_generators_of
 
-_HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
+_HOW_FAR = ("position", "samplers", "drawn", "passes", "set_epochs")
 """What of a state says how much of its epoch is left."""
 _REMEMBERED = 8
 """Runs whose batches can be made again by their numbers: their generators are some 10 kB each."""
+_SHARED = (
+    "The sampler provides its own state, and two iterators of the loader have read it in turns: it has one place for "
+    "both, so a state of the loader may go on with other samples than the iterator does. To look at a batch inside a "
+    "loop, use another loader with a sampler of its own."
+)
 _numbers = count()
 """Of loaders that take as many steps as those of other ranks."""
 
@@ -55,6 +63,7 @@ class Runs:
         self._meter: Meter | None = None
         self.loaded: dict[str, Any] | None = None
         self.exclusions = Exclusions()
+        self._marks: list[Mark | None] = []  # of the generators when a state was loaded
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
         self.set_epochs = SetEpochs()
         self.generator_keys = GeneratorKeys({}, {})
@@ -80,17 +89,29 @@ class Runs:
         record = self.current.record(of_state=True)
         if record is None:
             there = options()
-            keys = self.generator_keys.following(self.generators(there))
-            before = {path: (key, count - 1) for path, (key, count) in keys.items()}
-            return initial_state(there, self.begun, self.exclusions.state(), before)
-        return self.completed(record.checkpointer.state_dict())
+            keys = self.generator_keys.following(self.generators(there), self.begun)
+            return initial_state(there, self.begun, self.exclusions.state(), keys)
+        return self.state_of(record.checkpointer)
 
-    def completed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state of a run with how many runs there were.
+    def state_of(self, run: Checkpointer) -> dict[str, Any]:
+        """Return a state of a run, with how many runs there were.
 
         Something else may have begun a run beside this one, for a look: later epochs come after that one, too.
         """
+        state, progress = run.state_dict(), run.progress
+        is_shared = self._is_sampler_shared or (progress.asked_alone is not None and not progress.finished)
+        if is_shared and keeps_place(run.options.index_sampler):
+            run.warn(_SHARED)
         return {**state, "epoch" if state["finished"] else "begun": self.begun}
+
+    @property
+    def _is_sampler_shared(self) -> bool:
+        """Whether two runs have read the sampler in turns."""
+        return any(run.progress.has_read_on for run in self.past)
+
+    def samplers_now(self) -> SamplerState:
+        """Return where samplers are before a run that begins; without a state where they say it themselves."""
+        return SamplerState(None) if not self.past or self._is_sampler_shared else self.past[-1].samplers_after()
 
     @property
     def latest(self) -> Checkpointer | None:
@@ -148,6 +169,9 @@ class Runs:
         self.begun = max(checkpointer.epoch + 1, 0 if state is None else state["begun"])
         self.current.begin(checkpointer, resumed)
         if not checkpointer.options.is_iterable:
+            for run in self.past:
+                if run.progress.asked_alone is None:
+                    run.progress.asked_alone = run.progress.asked
             self.past.append(checkpointer)
 
     def remaining(self, length: int, index_sampler: Any) -> int:
@@ -181,9 +205,18 @@ class Runs:
     def note_load(self, state: dict[str, Any], options: Options) -> None:
         """Note a state that is loaded: what is set from now on, by the trainer, counts in its place."""
         self.set_epochs.note_load(options)
+        self._marks = _marks(order_generators(options), state) if state else []
         self.generator_keys = (
             GeneratorKeys(self.generators(options), keys_in(state)) if state else GeneratorKeys({}, {})
         )
+
+    def set_by_trainer(self, rng: RNGSnapshot) -> list[bool]:
+        """Return which generators an epoch that begins after a loaded state leaves as they are.
+
+        The trainer has seeded them since the load. Or the load found them where the state has them, so whatever the
+        trainer draws after it is what it draws after the state: it had restored them, or has gone on in this process.
+        """
+        return rng.set_since(self._marks) if self._marks else [False] * len(rng)
 
     def generators(self, options: Options) -> dict[str, Any]:
         """Return the generators that the dataset holds and the loader seeds, by their paths."""
@@ -267,3 +300,13 @@ class Runs:
             self._trace = shared_trace(options.trace, self)
             weakref.finalize(self, self._trace.write, wait=False)
         return self._trace, self._trace.number_of(self)
+
+
+def _marks(rng: RNGSnapshot, state: dict[str, Any]) -> list[Mark | None]:
+    """Return the marks of the generators when a state is loaded; None for those that are where the state has them."""
+    if is_between_runs(state):
+        is_other = rng.differ(rng.capture(), rng.from_text(state["at_iter"]))
+    else:
+        checks = zip(rng.is_global, rng.check(), state["check"], strict=False)
+        is_other = [here != there or not is_global for is_global, here, there in checks]
+    return [mark if differs else None for mark, differs in zip(rng.marks(), is_other, strict=False)]

@@ -68,6 +68,35 @@ def check_of(generator: Any) -> int:
     )  # not `repr`: numpy's can be set
 
 
+_UNUSED = 624
+"""Where a Mersenne Twister stands that was seeded, and has not been drawn from."""
+
+Mark = tuple[int, int | None]
+
+
+def mark_of(generator: Any) -> Mark:
+    """Return what tells later whether a generator was seeded since: the check of its state, and torch's seed."""
+    return check_of(generator), generator.initial_seed() if isinstance(generator, torch.Generator) else None
+
+
+def is_seeded_since(generator: Any, mark: Mark) -> bool:
+    """Whether a generator was seeded, or set to a state of another seed, since that mark; draws alone do not count.
+
+    torch's generators know their seeds. Python's and numpy's show it as long as nothing was drawn from them.
+    """
+    check, seed = mark
+    if isinstance(generator, torch.Generator):
+        if generator.initial_seed() != seed:
+            return True
+        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+        is_unused = torch.equal(generator.get_state(), fresh.get_state())
+    elif isinstance(generator, random.Random):
+        is_unused = generator.getstate()[1][-1] == _UNUSED
+    else:
+        is_unused = is_old(generator) and generator.get_state()[2] == _UNUSED
+    return is_unused and check_of(generator) != check
+
+
 def states_of(generators: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Return generators with their states, for `restore`."""
     return [(generator, state_of(generator)) for generator in generators]

@@ -3,7 +3,9 @@
     trainer: dataset ── held ──> generators ── their states as an epoch begins ──> keys, by path
     worker:  dataset ── held ──> generators ── key, rank, number of the batch (sample) ──> seeds
 
-A key is a checksum of a state, and how many epochs have begun with the generator in that state before.
+A key is a checksum of a state, and the epoch of the loader that was the first to begin with the generator in that
+state. The seeds of an epoch are made of the checksum and of how many epochs there were since that one: whatever has
+begun an epoch counts, a look at a batch too, and a state of the loader says how many have begun.
 
 So generators that are alike draw alike, in any worker, and other seeds give other numbers. Outside of samples they are
 as if nothing was seeded: a dataset that shuffles an order when it hears of an epoch does so alike in all workers.
@@ -26,7 +28,7 @@ from asyncloader.seeding.holdings import held
 _WORD = (1 << 32) - 1
 
 Key = tuple[int, int]
-"""The check of a generator's state, and how many epochs have begun in that state before."""
+"""The check of a generator's state, and the number of the first epoch that has begun in that state."""
 
 
 def _is_generator(thing: Any) -> bool:
@@ -70,26 +72,23 @@ class GeneratorKeys:
 
     Args:
         generators: By their paths, as they are now: the next epoch sees by that which of them were seeded meanwhile.
-        keys: Their keys in that epoch.
+        keys: Their keys.
     """
 
     def __init__(self, generators: dict[str, Any], keys: dict[str, Key]) -> None:
         self._generators = list(generators.values())
         self._by_check = {check_of(each): keys[path] for path, each in generators.items() if path in keys}
 
-    def following(self, generators: dict[str, Any]) -> dict[str, Key]:
-        """Return the keys of the next epoch.
+    def following(self, generators: dict[str, Any], epoch: int) -> dict[str, Key]:
+        """Return the keys of an epoch that begins.
 
         A generator that was replaced or has moved since was seeded by the trainer: its epochs are counted anew, even if
         it is in the same state as before. So are those of generators in the same state, which have to stay alike.
         """
         checks = {path: check_of(each) for path, each in generators.items()}
         new = {checks[path] for path, each in generators.items() if not any(each is old for old in self._generators)}
-        return {path: (check, 0) if check in new else self._after(check) for path, check in checks.items()}
-
-    def _after(self, check: int) -> Key:
-        key, count = self._by_check.get(check, (check, -1))
-        return key, count + 1
+        known = {check: key for check, key in self._by_check.items() if check not in new}
+        return {path: known.get(check, (check, epoch)) for path, check in checks.items()}
 
 
 class OwnGenerators:
@@ -97,11 +96,14 @@ class OwnGenerators:
 
     Args:
         by_path: The generators.
-        keys: What the trainer's process knows of their states, by their paths.
+        keys: What the trainer's process knows of their states, by their paths: the check, and how many epochs had begun
+            in that state before.
         epoch_key: Base seed, runs that had it before, and rank.
     """
 
-    def __init__(self, by_path: dict[str, Any], keys: dict[str, Key], epoch_key: tuple[int, int, int]) -> None:
+    def __init__(
+        self, by_path: dict[str, Any], keys: dict[str, tuple[int, int]], epoch_key: tuple[int, int, int]
+    ) -> None:
         self._generators = list(by_path.values())
         self._seeders: list[tuple[Callable[[int], object], int]] = []
         strangers: dict[int, int] = {}

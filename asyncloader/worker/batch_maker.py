@@ -244,7 +244,8 @@ class BatchMaker:
 
     def _find_generators(self) -> None:
         by_path, epoch = self._own_generators(), self._epoch
-        known = {path: key for path, key in (epoch.generators or {}).items() if path not in self._reseeded}
+        keys = (epoch.generators or {}).items()
+        known = {path: (check, epoch.epoch - first) for path, (check, first) in keys if path not in self._reseeded}
         self.seeder = Seeder(epoch.key, OwnGenerators(by_path, known, epoch.key))
         # In the trainer's process each batch, or block, gives them back.
         self._own_states = states_of(by_path.values()) if self._host.is_remote else []

@@ -15,7 +15,7 @@ from asyncloader import DataLoader, StateMismatchError
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import Checkpointer, check, describe, initial_state, is_between_runs
+from asyncloader.run.checkpoint import VERSION, Checkpointer, check, describe, initial_state, is_between_runs
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import order_generators
 from asyncloader.run.rng_snapshot import OrderDraw
@@ -65,7 +65,7 @@ def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:
     rng = order_generators(settings)
     epochs: dict[str, list[int | None]] = {"sampler_epochs": [], "dataset_epochs": [None]}
     rest: dict[str, Any] = {"exclusions": Exclusions(), "has_past": False, "num_workers": None, "warned": set()}
-    order = OrderDraw(rng, rng.capture())
+    order = OrderDraw(rng, rng.capture(), warn=bool)
     return Checkpointer(settings, progress, order, EpochKey((77, 0, 0)), 3, {}, None, **epochs, **rest)
 
 
@@ -114,7 +114,7 @@ def test_other_ranks_are_told_of_the_sampler_that_fits_them() -> None:
             check(initial_state(settings_of(**one), 0), settings_of(**other))
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": 4}, [3], None])
+@pytest.mark.parametrize("state", [{}, {"version": 3}, {"version": 5}, [3], None])
 def test_what_is_no_state_of_this_version(state: Any) -> None:
     """Also what is no state at all."""
     with pytest.raises(StateMismatchError, match="not a state of this version"):
@@ -244,9 +244,9 @@ def test_samplers_go_on_after_the_state_that_they_had_within_the_run() -> None:
     progress.sampler_states.append((4, last))
     checkpointer = checkpointer_of(settings_of(), progress)
     within = checkpointer.state_dict()
-    assert (within["samplers"], within["drawn"], within["is_over"]) == ('{"at": 4}', 1, False)
+    assert (within["samplers"], within["drawn"], within["passes"]) == ('{"at": 4}', 1, [])
     progress.end_is_known = True
-    assert checkpointer.samplers_after() == SamplerState(last, 1, is_over=True)
+    assert checkpointer.samplers_after() == SamplerState(last, 0, passes=(2,))  # a batch, and the end
     without = Progress(position=5)
     without.end_is_known = True
     assert checkpointer_of(settings_of(), without).samplers_after() == SamplerState(None)
@@ -280,7 +280,7 @@ def test_a_dataset_whose_state_cannot_be_taken_is_told_once(caplog: pytest.LogCa
     give(progress, 0, worker=0, in_stream=0, snapshot=Untold("TypeError: no pickle"), keys=[1, 2])
     checkpointer = checkpointer_of(settings_of(Counts()), progress)
     with caplog.at_level(logging.WARNING, logger="asyncloader"):
-        assert checkpointer.state_dict()["version"] == 3
+        assert checkpointer.state_dict()["version"] == VERSION
         checkpointer.state_dict()
     (message,) = caplog.messages
     assert "could not be taken (TypeError: no pickle). It is not in states of the loader." in message
