@@ -33,13 +33,9 @@ class FrameBuffer:
 
     Small frames are cut from one buffer that is used again: their bodies are valid until the next `read`. A frame that
     does not fit gets memory of its own, which grows with what has come: a length that was never sent costs nothing.
-
-    Args:
-        kinds: The kinds of frames; any other kind is an error.
     """
 
-    def __init__(self, kinds: frozenset[int] = KINDS) -> None:
-        self._kinds = kinds
+    def __init__(self) -> None:
         self._buffer = bytearray(_READ_BYTES)
         self._view = memoryview(self._buffer)
         self._start = 0
@@ -47,11 +43,6 @@ class FrameBuffer:
         self._large: bytearray | None = None
         self._large_kind = 0
         self._large_bytes = 0
-
-    @property
-    def is_amid(self) -> bool:
-        """Whether a frame that has memory of its own has begun, and not all of it is here."""
-        return self._large is not None
 
     def read(self, receive: Callable[[memoryview], int]) -> int:
         """Receive once, into the right place; return how many bytes came."""
@@ -74,13 +65,6 @@ class FrameBuffer:
         else:
             self._end += count
 
-    def take(self, target: memoryview) -> int:
-        """Move bytes that have come after the last frame to `target`; return how many they are."""
-        count = min(len(target), self._end - self._start)
-        target[:count] = self._view[self._start : self._start + count]
-        self._start += count
-        return count
-
     def frames(self) -> Iterable[tuple[int, memoryview]]:
         """Yield the complete frames that are there: kind and body."""
         while True:
@@ -94,7 +78,7 @@ class FrameBuffer:
             if available < HEADER.size:
                 return
             length, kind = HEADER.unpack_from(self._buffer, self._start)
-            if kind not in self._kinds or length > MAX_FRAME_BYTES:
+            if kind not in KINDS or length > MAX_FRAME_BYTES:
                 raise BadFrame(f"a frame of kind {kind} and {length} bytes")
             begin = self._start + HEADER.size
             if length > _READ_BYTES - HEADER.size:

@@ -118,18 +118,6 @@ def unpack(kind: int, body: memoryview, decode: Decode) -> Outcome:
     return Outcome(kind, record, data, error, bad, snapshot, nbytes)
 
 
-def split(body: memoryview) -> tuple[memoryview, memoryview]:
-    """Return what comes before the payload of a frame, and the payload: for who passes it on.
-
-    Raises:
-        BadFrame: these bytes are no outcome.
-    """
-    begin = _HEAD.size + (_HEAD.unpack_from(body)[-1] if len(body) >= _HEAD.size else 0)
-    if begin > len(body):
-        raise BadFrame(f"an outcome of {len(body)} bytes, which is too short")
-    return body[:begin], body[begin:]
-
-
 def _readable(error: BaseException) -> Exception:
     """Return what stands for a ticket that could not be read: it must not end the loop."""
     if isinstance(error, Exception):

@@ -114,17 +114,6 @@ def pack_tickets(tickets: list[PickledTicket], loans: Iterable[Any] = ()) -> byt
     return pickle.dumps((list(loans), tickets), 5)
 
 
-def with_loans(body: bytes | memoryview, lend: Callable[[int], Iterable[Any]]) -> bytes:
-    """Return the body of TICKETS with loans, for who passes it on: the keys stay pickled.
-
-    Args:
-        body: As `pack_tickets` made it, without loans.
-        lend: Gives slabs for so many tickets.
-    """
-    _, tickets = unpack_tickets(body)
-    return pack_tickets(tickets, lend(len(tickets)))
-
-
 def unpack_tickets(body: bytes | memoryview) -> tuple[list[Any], list[PickledTicket]]:
     """Return the loans and the tickets of TICKETS."""
     loans, tickets = pickle.loads(body)

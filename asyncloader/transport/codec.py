@@ -243,37 +243,11 @@ def decode(payload: Any, opener: Opener | None = None) -> tuple[Any, int]:
         ValueError: the payload is shorter than it says.
         Exception: whatever unpickling the batch raises.
     """
-    if payload[0] != _FRAMED:  # most small batches; as `open_payload` does it
+    if payload[0] != _FRAMED:  # most small batches
         if opener is not None:
             opener.learn(())
         return pickle.loads(payload), len(payload)
-    opened = open_payload(payload, opener)
-    return pickle.loads(opened.stream, buffers=opened.buffers), opened.nbytes
-
-
-class Opened(NamedTuple):
-    """A payload as what it is made of.
-
-    Attributes:
-        stream: The pickle.
-        buffers: The buffers that the pickle refers to, in its order. While they are referred to, slabs are on lease.
-        is_placed: The pickle is in a slab, as the buffers are: it is large.
-        nbytes: In all.
-    """
-
-    stream: memoryview
-    buffers: list[memoryview]
-    is_placed: bool
-    nbytes: int
-
-
-def open_payload(payload: Any, opener: Opener | None) -> Opened:
-    """Find the parts of a payload, without unpickling anything. For what is raised see `decode`."""
     view = memoryview(payload)
-    if view[0] != _FRAMED:
-        if opener is not None:
-            opener.learn(())
-        return Opened(view, [], False, len(view))
     _, is_placed, num_entries, num_given_up, stream_bytes = _HEAD.unpack_from(view)
     at = _HEAD.size + num_entries * _ENTRY.size
     check_inside(at, num_given_up * _KEPT.size + stream_bytes, len(view))
@@ -285,7 +259,7 @@ def open_payload(payload: Any, opener: Opener | None) -> Opened:
     buffers = _buffers(entries, view[at + stream_bytes :], opener)
     stream = buffers.pop() if is_placed else view[at : at + stream_bytes]
     nbytes = len(view) + sum(e.nbytes for e in entries if e.region != RAW)
-    return Opened(stream, buffers, bool(is_placed), nbytes)
+    return pickle.loads(stream, buffers=buffers), nbytes
 
 
 def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> list[memoryview]:

@@ -54,12 +54,6 @@ def stacks_tuples() -> bool:
     return is_torchs and not any(issubclass(tuple, kind) or issubclass(dict, kind) for kind in there)
 
 
-def copies_samples(collate_fn: Any) -> bool:
-    """Whether nothing of the samples is in the batch but copies: it is torch's default, and nobody has changed that."""
-    modules = {function.__module__ for function in torch_collate.default_collate_fn_map.values()}
-    return is_default(collate_fn) and modules <= {torch_collate.__name__, __name__}
-
-
 def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return an equivalent of `collate_fn` that uses the memory of dropped batches again, if it is torch's default.
 

@@ -58,12 +58,6 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 """By item size, dtypes that every operation exists for: of some of torch's own a tensor cannot even be made empty."""
 
 
-def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """Return torch's dtype for one of `numpy_dtypes`."""
-    found: torch.dtype = _COMMON[_NUMPY_DTYPES.index(dtype)]
-    return found
-
-
 def carrier(dtype: torch.dtype) -> torch.dtype:
     """Return a dtype of the same size that every operation exists for, in numpy too; the same if it is one."""
     return dtype if dtype in _COMMON else _CARRIERS[dtype.itemsize]

@@ -1,16 +1,14 @@
 """A loop as one session or worker sees it: nothing that it has called there fails unnoticed.
 
-    session, pool, workers, channels, links, timers ── call_soon, call_later, add_reader, ... ──> GuardedLoop ──> loop
-    on_error <── what one of these callbacks raises ──────────────────────────────────────────────────┘
+    session, pool, workers, channels, timers ── call_soon, call_later, add_reader, ... ──> GuardedLoop ──> loop
+    on_error <── what one of these callbacks raises ───────────────────────────────────────────┘
 
 A loop writes down what a callback raises, and goes on. The batch that the callback would have handed over then never
 comes, and its consumer waits for ever. So everything that belongs to a session gets this class in place of the loop:
 there is no other way to have something called, and none of these calls can fail without an end of the run. A worker
-whose samples overlap has one of its own, and ends; so does a process that runs workers for a trainer on another
-machine.
+whose samples overlap has one of its own, and ends.
 
-Code of the whole process (shared memory), or for strangers (the door, until they have proven themselves), uses the loop
-itself: an exception there must not end a run.
+Code of the whole process (shared memory) uses the loop itself: an exception there must not end a run.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import multiprocessing
 import os
 import random
 import signal
@@ -384,11 +383,6 @@ def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CaseMaker:
     def make(kind: str, face: str) -> Case:
         pinned = lambda iterator, loop: Finisher(loop, Pins(lambda batch: batch.clone()))  # noqa: E731
         monkeypatch.setattr(WorkerIterator, "_make_finisher", pinned if kind == "pinned" else make_finisher)
-        if kind == "remote":  # agents that wait for the first fork server to import torch are there for a while
-            process = multiprocessing.get_context("forkserver").Process(target=int)
-            process.start()
-            process.join()
-            process.close()
         return Case(kind, face, tmp_path)
 
     return make
@@ -446,7 +440,6 @@ def test_each_call_fails(make_case: CaseMaker, kind: str, face: str, part: int) 
 @pytest.mark.parametrize(
     ("kind", "face", "name", "number"),
     [
-        ("remote", "threads", "mixed_pool.MixedPool.listener", 1),  # one of two backends never told of its end
         ("killed", "for", "executors.Running.__init__", 1),  # the pidfd was copied for it before it was made
         ("killed", "for", "pool.Pool.add", 1),  # the dead worker was taken for its successor, and nobody came
     ],
