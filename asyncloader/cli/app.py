@@ -21,7 +21,7 @@ from asyncloader.cli import doctor
 from asyncloader.cli.measure import run
 from asyncloader.cli.report import Report
 from asyncloader.cli.script import first_loader
-from asyncloader.cli.source import Source, TargetError, find
+from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
 from asyncloader.observe.tally import show_s
 from asyncloader.observe.trace import tracing
@@ -72,8 +72,6 @@ def _loaded(target: str, arguments: list[str] | None) -> Iterator[Source]:
             yield find(target)
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
-    except TargetError as error:
-        raise typer.BadParameter(str(error)) from error
     except Exception as error:
         frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
         users = [each for each in frames if Path(each.filename).name != "contextlib.py"]

@@ -8,7 +8,7 @@ rounds and not in others no choice stands out, and none is named.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from asyncloader.machine import usable_cores
 from asyncloader.protocols import is_async
 
 _GAIN = 1.05
-_HOPELESS = 0.7  # of the best of the first round: what is slower is not tried again
 _CONCURRENCY = 16
 _TORCH, _OURS = "torch", "asyncloader"
 
@@ -42,7 +41,7 @@ class Choice(NamedTuple):
 
 def choose(rates: Mapping[str, Sequence[float]]) -> Choice:
     """Choose among candidates by their rates in each round, in rising order of what they cost."""
-    names = [name for name in rates if len(rates[name]) > 1] or list(rates)
+    names = list(rates)
     best = names[0]
     for name in names[1:]:
         median, least = _gain(rates[name], rates[best])
@@ -56,7 +55,7 @@ def choose(rates: Mapping[str, Sequence[float]]) -> Choice:
 
 def _gain(rates: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
     """Return how many times as fast one is as another: the median of the rounds, and the least."""
-    ratios = [rate / other for rate, other in zip(rates, others, strict=False)]
+    ratios = [rate / other for rate, other in zip(rates, others, strict=True)]
     return statistics.median(ratios), min(ratios)
 
 
@@ -90,12 +89,9 @@ def bench(source: Source, report: Report, *, seconds: float, rounds: int) -> Non
 
 def _in_turns(source: Source, sides: dict[str, Any], seconds: float, rounds: int) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {name: [] for name in sides}
-    for number, name in progress("running", [(number, name) for number in range(rounds) for name in sides]):
-        if number:
-            least = _HOPELESS * max(own[0].rate for own in runs.values() if own)
-            if name not in runs or (name not in (_TORCH, _OURS) and runs[name][0].rate < least):
-                runs.pop(name, None)
-                continue
+    for name in progress("running", [*sides] * rounds):
+        if name not in runs:
+            continue
         kind, options = sides[name]
         try:
             runs[name].append(run(source.make(kind, **options), source.step, seconds=seconds))
@@ -108,16 +104,20 @@ def _in_turns(source: Source, sides: dict[str, Any], seconds: float, rounds: int
 
 def _row(name: str, own: Sequence[Run], torchs: Sequence[Run]) -> dict[str, Any]:
     rates = [one.rate for one in own]
+
+    def median(figure: Callable[[Run], float]) -> float:
+        return statistics.median(map(figure, own))
+
     return {
         "": name,
         "batches/s": statistics.median(rates),
         "low": min(rates),
         "high": max(rates),
         "ratio": statistics.median(one.rate / other.rate for one, other in zip(own, torchs, strict=True)),
-        "waited %": 100 * statistics.median(one.waited_s / one.seconds for one in own),
-        "first batch ms": 1e3 * statistics.median(one.first_s for one in own),
-        "CPU ms/batch": 1e3 * statistics.median(one.cpu_s / (one.batches + 1) for one in own),
-        "MB": statistics.median(one.memory_bytes for one in own) / 1e6,
+        "waited %": median(lambda one: 100 * one.waited_s / one.seconds),
+        "first batch ms": median(lambda one: 1e3 * one.first_s),
+        "CPU ms/batch": median(lambda one: 1e3 * one.cpu_s / (one.batches + 1)),
+        "MB": median(lambda one: one.memory_bytes / 1e6),
     }
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.utils.data
+from typer import BadParameter
 
 from asyncloader.loader import OPTIONS, DataLoader
 from asyncloader.options import OF_WORKERS, AutoWorkers
@@ -27,10 +28,6 @@ _TORCH = (
     "persistent_workers",
     "in_order",
 )
-
-
-class TargetError(ValueError):
-    """What the user has named makes no loader."""
 
 
 class Source(NamedTuple):
@@ -67,23 +64,23 @@ def find(name: str) -> Source:
     """Call the function that ``module:function`` names; a file's path may stand for the module.
 
     Raises:
-        TargetError: if there is no such function, or it makes no loader.
+        BadParameter: if there is no such function, or it makes no loader.
     """
     module_name, colon, function_name = name.rpartition(":")
     if not colon:
-        raise TargetError(f"{name!r} should be module:function, such as train:make_loader")
+        raise BadParameter(f"{name!r} should be module:function, such as train:make_loader")
     module = _module(module_name)
     made = getattr(module, function_name, None)
     if made is None:
-        raise TargetError(f"{module_name!r} has no {function_name!r}")
+        raise BadParameter(f"{module_name!r} has no {function_name!r}")
     made = made() if callable(made) and not isinstance(made, torch.utils.data.DataLoader) else made
     loader, step = made if isinstance(made, tuple) else (made, None)
     if not isinstance(loader, torch.utils.data.DataLoader):
-        raise TargetError(
+        raise BadParameter(
             f"{name} made {type(loader).__name__}, not a DataLoader (or a pair of a DataLoader and a step)"
         )
     if step is not None and (not callable(step) or inspect.iscoroutinefunction(step)):
-        raise TargetError(f"the step that {name} gave is not a function")
+        raise BadParameter(f"the step that {name} gave is not a function")
     return Source(loader, step)
 
 
@@ -92,19 +89,19 @@ def _module(name: str) -> ModuleType:
     path = Path(name)
     is_file = path.suffix == ".py"
     if not is_file and not all(map(str.isidentifier, name.split("."))):
-        raise TargetError(f"cannot import {name!r}: it is neither the name of a module nor a file that ends with .py")
+        raise BadParameter(f"cannot import {name!r}: it is neither the name of a module nor a file that ends with .py")
     if is_file and not path.is_file():
-        raise TargetError(f"there is no file {name!r} (looked for in {Path.cwd()})")
+        raise BadParameter(f"there is no file {name!r} (looked for in {Path.cwd()})")
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
     try:
         module = importlib.import_module(path.stem if is_file else name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path.stem if is_file else name}.".startswith(f"{error.name}."):
             raise  # of another module, which the user's imports
-        raise TargetError(f"cannot import {name!r}: {error}") from error
+        raise BadParameter(f"cannot import {name!r}: {error}") from error
     found = getattr(module, "__file__", None)
     if is_file and (found is None or not path.samefile(found)):
-        raise TargetError(
+        raise BadParameter(
             f"{name!r} cannot be imported: the module {path.stem!r} is another one ({found or 'built in'})"
         )
     return module

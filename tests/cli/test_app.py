@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.utils.data
+from typer import BadParameter
 from typer.testing import CliRunner, Result
 
 from asyncloader.cli import measure
@@ -407,7 +408,7 @@ def test_without_the_extra_it_says_so(run: Callable[..., Program]) -> None:
 
 def test_a_file_that_is_not_there_is_named() -> None:
     """Not the module of its name."""
-    with pytest.raises(ValueError, match=r"there is no file 'nope\.py' \(looked for in "):
+    with pytest.raises(BadParameter, match=r"there is no file 'nope\.py' \(looked for in "):
         find("nope.py:make")
 
 
@@ -416,7 +417,7 @@ def test_what_names_no_function_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     """A module of another name is not taken in the place of a file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("def f(): ...")
-    with pytest.raises(ValueError, match=r"cannot be imported|cannot import|there is no file"):
+    with pytest.raises(BadParameter, match=r"cannot be imported|cannot import|there is no file"):
         find(name)
 
 
