@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -9,7 +10,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +24,6 @@ from asyncloader.cli.script import first_loader
 from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
 from asyncloader.observe.tally import show_s
-from asyncloader.observe.trace import tracing
 
 app = typer.Typer(
     help="See what a data loader does, and make it faster.",
@@ -57,7 +56,7 @@ _STEPS = 20  # of a script are timed
 _OURS = str(Path(__file__).parents[1])
 
 
-@contextmanager
+@contextlib.contextmanager
 def _loaded(target: str, arguments: list[str] | None) -> Iterator[Source]:
     """Find the user's loader. What the user's code raises is shown as that: with the traceback of the user's frames."""
     # A command may try more workers than there are cores on purpose, so torch need not warn.
@@ -83,7 +82,7 @@ def _loaded(target: str, arguments: list[str] | None) -> Iterator[Source]:
         raise typer.Exit(1) from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def _of_script(path: Path, arguments: list[str]) -> Iterator[Source]:
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {str(path)!r}")
@@ -126,8 +125,8 @@ def trace(
         output.open("ab").close()  # before the script is run
     except OSError as error:
         raise typer.BadParameter(f"the timeline cannot be written: {error}") from error
-    with _loaded(target, arguments) as source, tracing(output):
-        seen = run(source.make(DataLoader, trace=None), source.step, seconds=0, batches=batches)
+    with _loaded(target, arguments) as source, contextlib.closing(source.make(DataLoader, trace=output)) as loader:
+        seen = run(loader, source.step, seconds=0, batches=batches)
     assert seen.stats is not None
     report.say("trace", f"timeline: {output} (for https://ui.perfetto.dev)", str(output))
     report.say("verdict", str(seen.stats.verdict), asdict(seen.stats.verdict))

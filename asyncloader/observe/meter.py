@@ -92,7 +92,6 @@ class Meter:
         window: Batches being made or waiting at a time.
         faults: Faults that were handled in this run.
         trace: Where a timeline is written.
-        loader: The number of the loader in the timeline.
         options: Options of the loader that the verdict builds on.
 
     Attributes:
@@ -106,7 +105,6 @@ class Meter:
         window: int,
         faults: Faults | None = None,
         trace: Trace | None = None,
-        loader: int = 0,
         **options: Any,
     ) -> None:
         self.faults = faults or Faults()
@@ -116,7 +114,6 @@ class Meter:
         self._window = window
         self._options = options
         self._trace = trace
-        self._loader = loader
         self._note: Callable[..., None] = _not_noted if trace is None else trace.note
         self._began = perf_counter()
         self._note(timeline.epoch, self._began, epoch)
@@ -265,8 +262,7 @@ class Meter:
             self._first_at, self._first_cpu_s = now, self._last_cpu_s
         if self._trace is not None:
             last_at = self._last_at if self._taken_count else 0.0
-            waited_from = asked_at if asked_at < now else 0.0
-            self._note(timeline.taken, batch, last_at, waited_from, now, ready, self._loader, self._epoch)
+            self._note(timeline.taken, batch, last_at, asked_at, now, ready, self._epoch)
             if self._trace.is_due:
                 self._trace.write()
         self._last_at = self._idle_from = now

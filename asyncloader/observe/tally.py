@@ -19,7 +19,7 @@ import copy
 import functools
 from array import array
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -115,7 +115,7 @@ class Tally:
 class Timing:
     """How long something took, over a number of batches. All in seconds.
 
-    Quantiles are right to within 5 %. Two timings are equal if their figures are.
+    Quantiles are right to within 5 %.
     """
 
     __slots__ = ("_column", "_snapshot")
@@ -167,12 +167,6 @@ class Timing:
     def as_dict(self) -> dict[str, float]:
         """Return the figures as plain numbers."""
         return {name: getattr(self, name) for name in ("count", "total_s", "mean_s", "p50_s", "p99_s", "longest_s")}
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Timing) and self.as_dict() == other.as_dict()
-
-    def __hash__(self) -> int:
-        return hash((self.count, self.total_s))
 
     def __repr__(self) -> str:
         return f"<Timing {self.count} x {show_s(self.mean_s)}, p99 {show_s(self.p99_s)}>"

@@ -2,22 +2,19 @@
 
     loop thread, consumers ── note ──> events in hand ── every 512, in a consumer's thread ──> file
 
-A track for each worker, for the channel (sending tickets and reading answers), the pin thread and the consumer; arrows
-from a ticket through its worker to the consumer.
-The file is whole JSON after each writing, and open during writing only, so a run that is killed leaves a timeline up to
+A track for each worker, for the channel (sending tickets and reading answers), the pin thread and the consumer. The
+file is whole JSON after each writing, and open during writing only, so a run that is killed leaves a timeline up to
 then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -51,8 +48,6 @@ class Trace:
         self._events: list[tuple[Any, ...]] = []
         self._named: set[int] = set()
         self._lanes: dict[int, list[float]] = {}  # of each worker, until when its lanes are taken
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._next_number = count()
         self._lock = threading.Lock()
         self._is_open = True
         self._pid = os.getpid()  # a fork of this process leaves the file alone
@@ -60,21 +55,8 @@ class Trace:
         self.path.write_bytes(b"[" + _END)
 
     def note(self, event: Event, *values: Any) -> None:
-        """Note an event with the values that it takes: its events for viewers are made when the file is written.
-
-        The values of a `batch` begin with the machine that its worker is on, "" for this one.
-        """
+        """Note an event with the values that it takes: its events for viewers are made when the file is written."""
         self._events.append((event, *values))
-
-    def number_of(self, loader: Any) -> int:
-        """Return the number of a loader that writes here: they are counted as their first runs begin.
-
-        Args:
-            loader: An object that lives as long as the loader.
-        """
-        if (number := self._numbers.get(loader)) is None:
-            number = self._numbers[loader] = next(self._next_number)
-        return number
 
     # ----------------------------------------------------------------------------------------------- writing
 
@@ -167,12 +149,6 @@ def _slice(track: int, name: str, began: float, seconds: float, **args: Any) -> 
     return {"ph": "X", "tid": track, "name": name, "ts": began, "dur": max(seconds, _INSTANT_S), "args": args}
 
 
-def _flow(phase: str, track: int, ticket: int, at: float) -> dict[str, Any]:
-    """A point of the arrow of a ticket: "s" where it starts, "t" where it passes, "f" where it ends."""
-    event = {"ph": phase, "tid": track, "name": "ticket", "cat": "ticket", "id": ticket, "ts": at}
-    return {**event, "bp": "e"} if phase == "f" else event
-
-
 def epoch(at: float, number: int) -> Iterator[dict[str, Any]]:
     """A run begins."""
     yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"epoch {number}", "ts": at}
@@ -211,57 +187,40 @@ def batch(
     """
     if sent_at:
         yield _slice(_CHANNEL, "send", sent_at, 0.0, batch=batch)
-        yield _flow("s", _CHANNEL, batch, sent_at)
     yield _slice(track, f"batch {batch}", began, sum(seconds for _, seconds in stages), batch=batch)
-    if sent_at:
-        yield _flow("t", track, batch, began)
     for name, seconds in stages:
         yield _slice(track, name, began, seconds, batch=batch)
         began += seconds
     if arrived_at:
         yield _slice(_CHANNEL, "receive", arrived_at, now - arrived_at, batch=batch)
-        yield _flow("t", _CHANNEL, batch, arrived_at)
 
 
 def pinned(batch: int, now: float, seconds: float) -> Iterator[dict[str, Any]]:
     """A copy into page-locked memory has just been made."""
     yield _slice(_PIN, "pin", now - seconds, seconds, batch=batch)
-    yield _flow("t", _PIN, batch, now - seconds)
 
 
-def taken(
-    batch: int,
-    last_at: float,
-    asked_at: float,
-    now: float,
-    ready: int,
-    loader: int = 0,
-    epoch: int = 0,
-) -> Iterator[dict[str, Any]]:
+def taken(batch: int, last_at: float, asked_at: float, now: float, ready: int, epoch: int) -> Iterator[dict[str, Any]]:
     """A consumer took a batch.
 
     Args:
         batch: Its number in the plan.
         last_at: When the last one was taken, 0.0 for never.
-        asked_at: Since when it was waited for, 0.0 if it was there.
+        asked_at: When it was asked for.
         now: When it was taken.
         ready: How many more lay ready.
-        loader: The number of the loader in this timeline.
         epoch: The run of the loader.
     """
     if last_at:
         began = last_at + _INSTANT_S  # after the slice in which the last one was taken
-        yield _slice(_CONSUMER, "train", began, (asked_at or now) - began)
-    if asked_at:
-        yield _slice(_CONSUMER, "wait", asked_at, now - asked_at, batch=batch)
-    yield _slice(_CONSUMER, "take", now, 0.0, batch=batch, loader=loader, epoch=epoch)
-    yield _flow("f", _CONSUMER, batch, now)
+        yield _slice(_CONSUMER, "train", began, asked_at - began)
+    yield _slice(_CONSUMER, "wait", asked_at, now - asked_at, batch=batch)
+    yield _slice(_CONSUMER, "take", now, 0.0, batch=batch, epoch=epoch)
     yield {"ph": "C", "tid": _CONSUMER, "name": "ready", "ts": now, "args": {"batches": ready}}
 
 
 # ------------------------------------------------------------------------------------------------------- faces
 
-_active: list[Trace] = []
 _by_loader: weakref.WeakKeyDictionary[Any, Trace] = weakref.WeakKeyDictionary()
 _sharing = threading.Lock()
 
@@ -285,24 +244,3 @@ def shared_trace(path: str | os.PathLike[str], loader: Any) -> Trace:
         found = (trace for trace in _by_loader.values() if trace.is_written_here(path))
         trace = _by_loader[loader] = next(found, None) or Trace(path)
     return trace
-
-
-@contextlib.contextmanager
-def tracing(path: str | os.PathLike[str]) -> Iterator[Trace]:
-    """Write a timeline of all runs of all loaders that begin inside, as the option ``trace`` does for one loader.
-
-    Args:
-        path: The file; what is there is replaced. Processes (ranks) need a file each.
-    """
-    trace = Trace(path)
-    _active.append(trace)
-    try:
-        yield trace
-    finally:
-        _active.remove(trace)
-        trace.close()
-
-
-def active_trace() -> Trace | None:
-    """Return the trace of the innermost `tracing` that is open."""
-    return _active[-1] if _active else None

@@ -247,7 +247,7 @@ def _inline(stats: Figures, costs: _Costs, told: str) -> Verdict:
     stage, share = _stage(stats)
     told += f", and makes its batches itself ({stage} is {share:.0%} of that)"
     if enough > 1 and _can_overlap(stats, costs):
-        concurrency, _ = _at_once(stats, costs, max(costs.train, costs.cpu_floor))
+        concurrency = _at_once(stats, costs, max(costs.train, costs.cpu_floor))
         text = f"{told}, mostly waiting; num_workers=1 with concurrency={concurrency}{_ON_THREADS} would help"
         return Verdict(stage, text, {"num_workers": 1, "concurrency": concurrency})
     if costs.work < _SMALL_BATCH_S:
@@ -276,7 +276,7 @@ def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
     if enough > costs.workers and gain >= 1.1:
         if _can_overlap(stats, costs):
             return _concurrency(stats, costs, told)
-        text = f"{told}: more workers would help, {_worker_words(enough, costs)} make it {_times(gain)}"
+        text = f"{told}: num_workers={enough} would make it {_times(gain)}"
         return Verdict(stage, text, {"num_workers": enough}, gain)
     if costs.computes and (costs.workers >= costs.cores or costs.is_crowded or costs.cpu_floor > _FULL * costs.batch):
         return Verdict(stage, f"{told}: {_cores_full(costs)}, so more workers would not help, a cheaper {stage} would")
@@ -286,10 +286,11 @@ def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
 def _concurrency(stats: Figures, costs: _Costs, told: str) -> Verdict:
     """The workers await as many samples as they may, and have time left: more samples at once."""
     least_s = max(costs.worker_cpu, stats.stages.collate.mean_s) / costs.workers  # which is not overlapped
-    concurrency, gain = _at_once(stats, costs, max(costs.train, costs.cpu_floor, least_s))
-    if gain < 1.1:
+    concurrency = _at_once(stats, costs, max(costs.train, costs.cpu_floor, least_s))
+    now = stats.options.get("concurrency", 1)
+    if concurrency < 1.1 * now:
         return Verdict("fetch", f"{told}: more workers would help, a higher concurrency hardly")
-    threads = _ON_THREADS * (stats.options.get("concurrency", 1) == 1)
+    threads = _ON_THREADS * (now == 1)
     text = f"{told}: they mostly wait, concurrency={concurrency}{threads} would help"
     return Verdict("fetch", text, {"concurrency": concurrency})
 
@@ -299,13 +300,11 @@ def _can_overlap(stats: Figures, costs: _Costs) -> bool:
     return _stage(stats)[0] == "fetch" and not costs.computes
 
 
-def _at_once(stats: Figures, costs: _Costs, other_s: float) -> tuple[int, float]:
-    """Return how many samples at once are enough until something else takes a batch's time, and what they gain."""
-    now = stats.options.get("concurrency", 1)
-    most = min(_TIMES_CONCURRENCY * now, max(_MOST_CONCURRENCY, now))
+def _at_once(stats: Figures, costs: _Costs, other_s: float) -> int:
+    """Return how many samples at once are enough until something else takes a batch's time."""
+    now: int = stats.options.get("concurrency", 1)
     per_place = costs.work / max(1, costs.workers)
-    concurrency = min(most, math.ceil(now * per_place / max(other_s, _LEAST_BATCH_S)))
-    return concurrency, costs.batch / max(other_s, per_place * now / concurrency, _LEAST_BATCH_S)
+    return min(_TIMES_CONCURRENCY * now, _MOST_CONCURRENCY, math.ceil(now * per_place / max(other_s, _LEAST_BATCH_S)))
 
 
 def _transfer(stats: Figures, costs: _Costs, told: str) -> Verdict:
@@ -350,12 +349,6 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
         return Verdict("order", f"{told}; a few slow samples decide, make those cheaper", {}, gain)
     said = " and ".join(f"{name}={value!r}" for name, value in advice.items())
     return Verdict("order", f"{told}; {said} could make it {_times(gain)}", advice, gain)
-
-
-def _worker_words(enough: int, costs: _Costs) -> str:
-    if enough == costs.most_workers < costs.batches and not costs.computes:
-        return f"{enough} or more"
-    return f"up to about {enough}" if enough > costs.workers + 1 else f"{enough}"
 
 
 def _cores_full(costs: _Costs) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from asyncloader.engine.progress import SamplerState
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
-from asyncloader.observe.trace import Trace, active_trace, shared_trace
+from asyncloader.observe.trace import Trace, shared_trace
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs, keys_in
 from asyncloader.run.current_run import CurrentRun
@@ -269,14 +269,12 @@ class Runs:
             faults: Counts its faults.
             keys_arrive: Keys of samples become known as time goes by: they come from a stream, or a feed.
         """
-        trace, loader = self._open_trace(options)
         return Meter(
             epoch,
             num_workers,
             window,
             faults,
-            trace,
-            loader,
+            self._open_trace(options),
             is_iterable=options.is_iterable,
             keys_arrive=keys_arrive,
             scheduling=options.scheduling,
@@ -288,18 +286,12 @@ class Runs:
             auto=options.is_auto,
         )
 
-    def _open_trace(self, options: Options) -> tuple[Trace | None, int]:
-        """Return where the timeline of a run is written, and the number of this loader in there.
-
-        All runs share one file, with other loaders that name it.
-        """
-        if options.trace is None:
-            trace = active_trace()
-            return trace, 0 if trace is None else trace.number_of(self)
-        if self._trace is None or self._trace.path != Path(options.trace):
+    def _open_trace(self, options: Options) -> Trace | None:
+        """Return where the timeline of a run is written. All runs share one file, with other loaders that name it."""
+        if options.trace is not None and (self._trace is None or self._trace.path != Path(options.trace)):
             self._trace = shared_trace(options.trace, self)
             weakref.finalize(self, self._trace.write, wait=False)
-        return self._trace, self._trace.number_of(self)
+        return None if options.trace is None else self._trace
 
 
 def _marks(rng: RNGSnapshot, state: dict[str, Any]) -> list[Mark | None]:

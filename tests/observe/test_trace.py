@@ -18,7 +18,7 @@ import pytest
 
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
-from asyncloader.observe.trace import shared_trace, tracing
+from asyncloader.observe.trace import shared_trace
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside
@@ -45,7 +45,7 @@ def ends(slice_: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("face", ["for", "async for"])
 def test_timeline_of_a_run(tmp_path: Path, face: str) -> None:
-    """Each batch is sent, made by its worker, received and taken, in this order, with arrows; slices nest or follow."""
+    """Each batch is sent, made by its worker, received and taken, in this order; slices nest or follow."""
     path = tmp_path / "run.json"
     loader = DataLoader(Load(8 * 200, 0.0002), 8, num_workers=2, trace=str(path))
 
@@ -58,7 +58,7 @@ def test_timeline_of_a_run(tmp_path: Path, face: str) -> None:
             time.sleep(0.0005)
     else:
         asyncio.run(run())
-    tracks, events = read(path)
+    tracks, _ = read(path)
     assert set(tracks) == {"consumer", "channel", "worker 0", "worker 1"}
     place = {(slice_["name"], slice_["args"].get("batch")): slice_ for track in tracks.values() for slice_ in track}
     for number in range(200):
@@ -66,8 +66,6 @@ def test_timeline_of_a_run(tmp_path: Path, face: str) -> None:
         made = place[f"batch {number}", number]
         assert made in tracks[f"worker {number % 2}"]
         assert sent["ts"] <= made["ts"] < ends(made) <= ends(received) <= taken["ts"]
-        arrow = [event for event in events if event["ph"] in "stf" and event["id"] == number]
-        assert [event["ph"] for event in sorted(arrow, key=lambda event: event["ts"])] == ["s", "t", "t", "f"]
         parts = [place[name, number] for name in ("fetch", "collate", "encode")]
         assert sum(part["dur"] for part in parts) == pytest.approx(made["dur"], abs=4)
     for name in ("consumer", "worker 0", "worker 1"):
@@ -111,15 +109,12 @@ def test_loaders_that_name_one_file_share_it(tmp_path: Path) -> None:
     assert takes() == 10
 
 
-def test_tracing_a_part_of_a_program(tmp_path: Path) -> None:
-    """Runs that begin inside are in the file, of any loader, also without workers; others are not."""
+def test_loaders_with_workers_and_without_share_a_file(tmp_path: Path) -> None:
+    """Each has tracks of its own for what makes its batches."""
     path = tmp_path / "part.json"
-    loader = DataLoader(Load(80), 8)
-    assert len(list(loader)) == 10
-    with tracing(path):
-        assert len(list(loader)) == 10
-        assert len(list(DataLoader(Load(40), 8, num_workers=1))) == 5
-    assert len(list(loader)) == 10
+    here, there = DataLoader(Load(80), 8, trace=path), DataLoader(Load(40), 8, num_workers=1, trace=path)
+    assert len(list(here)) == 10
+    assert len(list(there)) == 5
     tracks, _ = read(path)
     assert set(tracks) == {"consumer", "channel", "this process", "worker 0"}
     assert sum(slice_["name"] == "take" for slice_ in tracks["consumer"]) == 15
@@ -168,13 +163,12 @@ class Pinning(WorkerIterator[Any]):
 
 
 def test_the_pin_thread_has_a_track(tmp_path: Path) -> None:
-    """Copies into page-locked memory are on a track of their own, and the arrow passes there."""
+    """Copies into page-locked memory are on a track of their own."""
     loader = DataLoader(Load(80), 8, num_workers=1, trace=tmp_path / "run.json")
     with inside.iterator_of(Pinning, loader) as batches:
         assert len(list(batches)) == 10
-    tracks, events = read(tmp_path / "run.json")
+    tracks, _ = read(tmp_path / "run.json")
     assert [slice_["args"]["batch"] for slice_ in tracks["pin thread"]] == list(range(10))
-    assert sum(event["ph"] == "t" for event in events) == 30
 
 
 FULL = """

@@ -87,7 +87,7 @@ def test_cores_of_workers_that_a_provider_brings_are_not_ours() -> None:
     """They compute, and more of them would help: they do not fill the cores here."""
     computing = {"train": 0.001, "waited": 0.029, "fetch": 0.24, "busy": 0.95, "workers": 8}
     stats = figures(**computing, options={"has_provider": True})
-    assert "more workers would help, up to about 32 make it 4.0 times" in stats.verdict.text
+    assert "num_workers=32 would make it 4.0 times" in stats.verdict.text
     assert "all 2 cores are full" in figures(**computing).verdict.text
 
 

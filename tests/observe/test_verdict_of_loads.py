@@ -337,7 +337,8 @@ def test_a_slow_sampler_is_named(num_workers: int) -> None:
     stats = judged_without_start(Load(BATCH * 20), num_workers, 0.001, sampler=SlowSampler())
     assert stats.verdict.limit == "sampler", str(stats)
     assert (stats.verdict.advice, stats.verdict.gain) == ({}, 1.0)
-    assert stats.waiting.sampler.total_s > 0.001 * BATCH * 18
+    # The first batch does not count; for the last ones, as many as the window, there is nothing left to read.
+    assert stats.waiting.sampler.total_s > 0.001 * BATCH * 14
     assert stats.waiting.sampler.total_s <= stats.waiting.consumer.total_s
 
 
