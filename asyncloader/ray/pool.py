@@ -31,7 +31,7 @@ from asyncloader.backends.backend import END_GRACE_S, Launch
 from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.datasets.memory_file import by_value
-from asyncloader.errors import WorkerStartError
+from asyncloader.errors import LoaderClosedError, WorkerStartError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES, unpack
 from asyncloader.messages.pickled_spec import pickle_by_value
@@ -74,7 +74,7 @@ class RayWorker(Worker):
 
     def open(self, parts: Any, are_read_only: Sequence[bool], epoch: EpochSpec) -> None:
         """Have the worker begin, as soon as its actor is there and has been found fit."""
-        self._await(self._actor.hello.remote(), partial(self._on_hello, parts, are_read_only, epoch))
+        self._ask_actor("hello", partial(self._on_hello, parts, are_read_only, epoch))
 
     def put(self, kind: int, contents: Any) -> None:
         """Send it a message."""
@@ -82,9 +82,19 @@ class RayWorker(Worker):
 
     def tell(self, kind: int, body: bytes) -> None:
         """Send it a message that is pickled."""
-        if self._actor is not None:
-            self._actor.tell.remote(self._num_told, kind, body)
-            self._num_told += 1
+        self._call("tell", self._num_told, kind, body)
+        self._num_told += 1
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call the actor, unless there is none any more, or no Ray: a call would begin another one."""
+        if self._actor is not None and ray.is_initialized():
+            return getattr(self._actor, method).remote(*args)
+        self._loop.call_soon(self._on_error, LoaderClosedError("ray.shutdown() was called while workers were needed."))
+        return None
+
+    def _ask_actor(self, method: str, take: Callable[[Future[Any]], None]) -> None:
+        if (ref := self._call(method)) is not None:
+            self._await(ref, take)
 
     def _await(self, ref: Any, take: Callable[[Future[Any]], None]) -> Future[Any]:
         """Have an answer of the actor taken on the loop. Ray tells of it in a thread of its own."""
@@ -105,12 +115,14 @@ class RayWorker(Worker):
             return
         hello = answer.result()
         self._node, self.pid = hello.node, hello.pid
-        if self._owner.accepts(hello):
-            self._actor.open.remote(parts, are_read_only, epoch)
-            self._listen()
+        if not self._owner.accepts(hello):
+            self.kill()
+            return
+        self._call("open", parts, are_read_only, epoch)
+        self._listen()
 
     def _listen(self) -> None:
-        self._await(self._actor.hear.remote(), self._on_heard)
+        self._ask_actor("hear", self._on_heard)
 
     def _on_heard(self, answer: Future[list[Message]]) -> None:
         if not self.is_alive:
@@ -170,6 +182,8 @@ class RayWorker(Worker):
 
     def _on_error(self, error: BaseException | None) -> None:
         """An answer of the actor will not come. Ray does not say whether the node has gone too, but for humans."""
+        if not self.is_alive:
+            return
         self.output += str(error).encode(errors="replace")
         if isinstance(error, ActorUnavailableError):  # its node cannot be reached: Ray takes its time to call it dead
             self.is_lost = True
@@ -205,10 +219,12 @@ class RayWorker(Worker):
     # -------------------------------------------------------------------------------------------------------- stacks
 
     def _ask(self, ticket: int) -> None:
-        if self._overlaps:
+        if not self._node:
+            self.on_awaits("Its actor is pending: Ray has not started it yet (see `ray status`).\n")
+        elif self._overlaps:
             self.put(Kind.WHERE, ticket)
         else:
-            self._await(self._actor.where.remote(), self._on_where)
+            self._ask_actor("where", self._on_where)
 
     def _on_where(self, answer: Future[str]) -> None:
         if answer.exception() is None:
