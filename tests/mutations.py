@@ -333,8 +333,8 @@ MUTATIONS = (
     Mutation(
         "the advice names more workers than an epoch has batches",
         "observe/verdict.py",
-        "return max(self.workers, min(measured, self.batches))",
-        "return max(self.workers, measured)",
+        "min(self.cores if self.computes else measured, self.batches)",
+        "self.cores if self.computes else measured",
         "observe",
     ),
     Mutation(
