@@ -64,8 +64,6 @@ import asyncloader.datasets
 def test_public_names_of_feeds() -> None:
     """What `asyncloader.online` offers."""
     assert asyncloader.online.__all__ == [
-        "AsyncLease",
-        "CostStats",
         "Feed",
         "FeedClosedError",
         "FeedFullError",

@@ -1,27 +1,22 @@
-"""Training on data that is being made: samples come from producers while training goes on.
+"""Training on data that is being made: samples come from producers while training goes on. Experimental: it may change.
 
     Feed              a dataset of what producers make; leases, the bound on staleness, batches, states
     FeedHandle        the same for producers in other processes, and for ranks
     RankFeed          the batches of a rank, of a feed that all ranks share
     Sample            what the function of a feed is given for each sample
     FeedStats         what became of samples, and who waits for whom
-    CostStats         what samples cost, by what became of them
 
 See the guide "Data that is being made".
 """
 
-from asyncloader.online.costs import CostStats
 from asyncloader.online.errors import FeedClosedError, FeedFullError, LeaseLostError, RanksError
 from asyncloader.online.feed import Feed
 from asyncloader.online.handle import FeedHandle
-from asyncloader.online.keys import Sample
-from asyncloader.online.lease import AsyncLease, Lease
-from asyncloader.online.rank_feed import RankFeed
+from asyncloader.online.keys import RankFeed, Sample
+from asyncloader.online.producers import Lease
 from asyncloader.online.stats import FeedStats
 
 __all__ = [
-    "AsyncLease",
-    "CostStats",
     "Feed",
     "FeedClosedError",
     "FeedFullError",

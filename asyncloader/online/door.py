@@ -1,9 +1,10 @@
 """Door: where handles in other processes of the machine reach a feed. On an event loop, in a thread of its own.
 
-    FeedHandle ── number, request ──> a task for each that waits ──> the feed
-               <── number, error, value, version ──┘
+    FeedHandle ── number, name of a call, arguments ──> the feed's server
+               <── number, error, answer, version ──┘
 
-A connection that ends gives the leases back that it was given.
+The socket is in a folder that only this user enters, and the kernel says whose process has connected: what comes is
+unpickled. A connection that ends gives back what it was leased, and its calls that wait are withdrawn.
 """
 
 from __future__ import annotations
@@ -13,95 +14,47 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from functools import partial
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
 
-from asyncloader import identity, threads
-from asyncloader.online.errors import FeedFullError
+from asyncloader import threads
 from asyncloader.online.forks import keep_from_forks
-from asyncloader.online.keys import SampleKey
-from asyncloader.online.lease import GivesLeases, Leased
-from asyncloader.online.ranks import RankPlace, Seat
-from asyncloader.online.wire import Unreadable, Withdrawn, check, parts_of, receive_async
+from asyncloader.online.link import Leased, Link, Request
+from asyncloader.online.wire import Channel, Unreadable, peer
 
 log = logging.getLogger("asyncloader")
 
-_LONGEST_PROOF_S = 10.0
-_MOST_STRANGERS = 32
-_GRACE_S = 1.0
-"""So long a connection may take to prove that it knows the secret while others wait for its place."""
 _RETRY_S = 0.5
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _ROOT = 0
-
-
-class ServesHandles(GivesLeases, Protocol):
-    """A feed, as its door knows it."""
-
-    version: int
-    batch_size: int
-
-    def put_nowait(self, samples: Any, *, version: int | None, cost: float | None, priority: float) -> None:
-        """Put a sample without waiting."""
-
-    async def put(self, samples: Any, *, version: int | None, cost: float | None, priority: float) -> None:
-        """Put a sample; wait until there is room."""
-
-    async def put_many(self, many: list[Any], *, version: int | None) -> None:
-        """Put many samples; wait until there is room."""
-
-    def check_rank(self, rank: int) -> None:
-        """See that there is a rank."""
-
-    def rank_state(self, rank: int, run: int, step: int) -> dict[str, Any]:
-        """Return the state before a step of a run."""
-
-    def rank_load(self, rank: int, state: dict[str, Any]) -> None:
-        """Go on from a state that all ranks load."""
-
-    async def begin_rank(self, rank: int, place: RankPlace, take: Callable[[Seat], object]) -> int:
-        """Begin a run with all ranks."""
-
-    async def rank_step(self, seat: Seat, number: int) -> list[SampleKey] | None:
-        """Return the part of a rank in a step."""
-
-    def rank_asks(self, seat: Seat, given: int, now: float) -> None:
-        """Note that the consumer of a rank asks for another step."""
-
-    def rank_leaves(self, seat: Seat) -> None:
-        """Note that the iterator of a rank is gone."""
-
-    def look_at_ranks(self, now: float) -> float | None:
-        """End the run if consumers have waited for too long; return when to look again, or None. Seconds."""
+_NO_LEASE = -1
 
 
 class Door:
     """Serves handles until the feed is dropped; or closed, and the last handle has gone.
 
     Args:
-        feed: Is not kept alive.
+        server: Is not kept alive.
 
     Attributes:
-        secret: Whoever knows it may lease and put.
+        path: Of the socket.
     """
 
-    def __init__(self, feed: ServesHandles) -> None:
-        self.secret = secrets.token_bytes(32)
+    def __init__(self, server: Link) -> None:
+        self.path = str(Path(util.get_temp_dir()) / f"feed-{secrets.token_hex(4)}")
         self._listener = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        self._listener.bind(feed.address)
+        self._listener.bind(self.path)
         self._listener.listen(1024)
         self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
-        self._feed = weakref.ref(feed)
-        weakref.finalize(feed, self.end)  # unlike a callback of the reference, not while modules are torn down
+        self._server = weakref.ref(server)
+        weakref.finalize(server, self.end)  # unlike a callback of the reference, not while modules are torn down
         self._connections: set[asyncio.Task[None]] = set()
-        self._strangers: dict[_Connection, asyncio.Task[None]] = {}  # that have proved nothing yet, the oldest first
-        self._fewer_strangers = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
         self._closed, self._ended = asyncio.Event(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="asyncloader feed", daemon=True)
         self._thread.start()
@@ -131,6 +84,8 @@ class Door:
         accepting.cancel()
         await asyncio.wait({accepting})
         self._listener.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
         while self._connections and not ended.done():
             await asyncio.wait({ended, *self._connections}, return_when=asyncio.FIRST_COMPLETED)
 
@@ -142,241 +97,90 @@ class Door:
                 log.warning("A handle could not connect to its feed, and is accepted later: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            if not _is_of_this_user(sock):
+            if peer(sock) not in (os.geteuid(), _ROOT):
                 sock.close()
                 continue
-            keep_from_forks(sock).setblocking(False)
-            await self._make_room()
-            self._serve(sock)
-
-    def _serve(self, sock: socket.socket) -> None:
-        connection = _Connection(sock, self._feed, self._look_at_ranks, self._not_strange)
-        task = self._strangers[connection] = asyncio.create_task(connection.serve(self.secret))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-
-    async def _make_room(self) -> None:
-        """Wait until few connections have proved nothing yet. The oldest goes when it has had its time.
-
-        Each of them takes a descriptor of the trainer. Handles that come all at once are no reason to end one of them:
-        each proves what it knows as soon as its process runs.
-        """
-        while len(self._strangers) >= _MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            self._fewer_strangers.clear()
-            try:
-                async with asyncio.timeout_at(oldest.began_at + _GRACE_S):
-                    await self._fewer_strangers.wait()
-            except TimeoutError:
-                if (task := self._strangers.pop(oldest, None)) is not None:
-                    task.cancel()
-
-    def _not_strange(self, connection: _Connection) -> None:
-        """A connection has proved that it knows the secret, or has ended."""
-        self._strangers.pop(connection, None)
-        self._fewer_strangers.set()
-
-    def _look_at_ranks(self) -> None:
-        """End a run whose ranks have waited for too long, now or when it is time."""
-        if self._timer is not None:
-            self._timer.cancel()
-        feed = self._feed()
-        due = None if feed is None else feed.look_at_ranks(self._loop.time())
-        self._timer = None if due is None else self._loop.call_at(due, self._look_at_ranks)
+            connection = _Connection(Channel(keep_from_forks(sock), self._loop), self._server)
+            task = asyncio.create_task(connection.serve())
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
 
 
 class _Connection:
-    """The connection of one handle.
+    """The connection of the handles of a process.
 
     Args:
-        sock: Its socket.
-        feed: Returns the feed; None when it is gone.
-        look: Is called when the consumer of a rank waits.
-        known: Is called when the handle has proved that it knows the secret, or the connection has ended.
-
-    Attributes:
-        began_at: When, on the loop's clock.
+        channel: Its messages.
+        server: Returns the feed; None when it is gone.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        feed: Callable[[], ServesHandles | None],
-        look: Callable[[], object],
-        known: Callable[[_Connection], object],
-    ) -> None:
-        self.began_at = asyncio.get_running_loop().time()
-        self._sock = sock
-        self._feed, self._look, self._known = feed, look, known
-        self._seat: Seat | None = None  # of the rank whose iterator this is
-        self._leases: dict[int, int] = {}  # that the handle was given, and the numbers of the requests
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting: dict[int, asyncio.Task[None]] = {}  # those whose requests can be withdrawn, by number
-        self._sending = asyncio.Lock()
+    def __init__(self, channel: Channel, server: Callable[[], Link | None]) -> None:
+        self._channel, self._server = channel, server
+        self._requests: dict[int, Request] = {}  # that wait, or have leased what is not settled
+        self._keys: set[str] = set()  # of readers
 
-    async def serve(self, secret: bytes) -> None:
-        """Answer requests until the connection ends; give its leases back then."""
+    async def serve(self) -> None:
+        """Answer calls until the connection ends; give its leases back then."""
         try:
-            async with asyncio.timeout(_LONGEST_PROOF_S):
-                await check(self._sock, secret)
-            self._known(self)
-            if (feed := self._feed()) is not None:
-                await asyncio.get_running_loop().sock_sendall(self._sock, b"".join(parts_of(0, feed.version)))
-            del feed
-            while True:
-                number, request = await receive_async(self._sock)
-                if (feed := self._feed()) is None:
-                    return
-                await self._serve_one(feed, number, request)
-                del feed, request  # while the next one is waited for
-        except (EOFError, OSError):
-            pass
+            self._send(0, None, None)
+            await self._channel.run(self._receive)
         finally:
-            for each in tuple(self._tasks):
-                each.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._sock.close()
-            self._known(self)
-            if (feed := self._feed()) is not None:
-                for lease in self._leases:
-                    feed.give_back(lease, failed=True)
-                if self._seat is not None:
-                    feed.rank_leaves(self._seat)
+            if (server := self._server()) is not None:
+                for request in tuple(self._requests.values()):
+                    server.withdraw(request, failed=True)
+                for key in self._keys:
+                    server.leave(key)
 
-    async def _serve_one(self, feed: ServesHandles, number: int, request: Any) -> None:
-        if isinstance(request, Unreadable):
-            error = RuntimeError(f"what was sent cannot be unpickled in the feed's process: {request.reason}")
-            await self._send(number, error, None, feed.version)
+    def _receive(self, number: int, message: Any) -> None:
+        if (server := self._server()) is None:
+            raise EOFError
+        request = self._requests[number] = Request()
+        request.add_done_callback(partial(self._channel.soon, self._answer, number))
+        if isinstance(message, Unreadable):
+            error = RuntimeError(f"what was sent cannot be unpickled in the feed's process: {message.reason}")
+            request.answer(None, error)
             return
-        name, arguments = request
+        name, *arguments = message
         if name == "withdraw":
-            await asyncio.sleep(0)  # a task that has not begun would end without an answer
-        if (answer := self._answer_now(feed, name, arguments)) is not None:
-            await self._send(number, *answer, feed.version)
+            self._withdraw(server, request, *arguments)
+        elif name == "settle":
+            self._settle(server, request, *arguments)
+        elif name in ("state", "load"):  # which takes its time
+            threads.start(partial(server.call, request, name, *arguments), "asyncloader feed state")
         else:
-            task = asyncio.create_task(self._answer_later(feed, number, name, arguments))
-            self._tasks.add(task)
-            self._waiting[number] = task
-            task.add_done_callback(self._tasks.discard)
+            if name == "step":
+                self._keys.add(arguments[0])
+            server.call(request, name, *arguments)
 
-    def _answer_now(self, feed: ServesHandles, name: str, arguments: Any) -> tuple[Exception | None, Any] | None:
-        """Return the error, or what was asked for; None if that may have to be waited for."""
-        if (answer := getattr(self, f"_{name}_now", None)) is None:
-            return None
+    def _withdraw(self, server: Link, request: Request, number: int, failed: bool) -> None:
+        """Have a call be answered now, or give back what it has leased: nobody waits for that."""
+        if (withdrawn := self._requests.get(number)) is not None:
+            server.withdraw(withdrawn, failed=failed)
+            if withdrawn.outcome[1] is None and isinstance(withdrawn.outcome[0], Leased):
+                del self._requests[number]
+        request.answer(None)
+
+    def _settle(self, server: Link, request: Request, number: int, *made: Any) -> None:
+        """Settle what was leased by the call of a number."""
+        leased = self._requests[number].outcome[0] if number in self._requests else None
+        server.call(request, "settle", leased.lease if isinstance(leased, Leased) else _NO_LEASE, *made)
+        if request.outcome[1] is None:
+            del self._requests[number]
+
+    def _answer(self, number: int, request: Request) -> None:
+        """Send an answer. On the loop."""
+        value, error = request.outcome
+        is_lease = isinstance(value, Leased) and self._requests.get(number) is request
+        if not is_lease:
+            self._requests.pop(number, None)
         try:
-            return None, answer(feed, *arguments)
-        except FeedFullError:
-            return None
-        except Exception as error:
-            return error, None
-
-    async def _answer_later(self, feed: ServesHandles, number: int, name: str, arguments: Any) -> None:
-        error: Exception | None = None
-        value: Any = None
-        try:
-            value = await getattr(self, f"_{name}")(feed, *arguments)
-        except asyncio.CancelledError:
-            if number in self._waiting:  # not withdrawn: the connection or the program ends
-                raise
-            error = Withdrawn()
-        except Exception as raised:
-            error = raised
-        # There is no await between what was done and this: a request that is withdrawn was not carried out.
-        self._waiting.pop(number, None)
-        if type(value) is Leased:
-            self._leases[value.lease] = number
-        with suppress(OSError):  # the connection has ended, which `serve` sees as well
-            await self._send(number, error, value, feed.version)
-
-    def _put_leased_now(self, feed: ServesHandles, lease: int, *put: Any) -> None:
-        feed.put_leased(lease, *put)
-        self._leases.pop(lease, None)
-
-    def _drop_leased_now(self, feed: ServesHandles, lease: int, cost: float) -> None:
-        feed.drop_leased(lease, cost)
-        self._leases.pop(lease, None)
-
-    def _give_back_now(self, feed: ServesHandles, lease: int, failed: bool) -> None:
-        feed.give_back(lease, failed=failed)
-        self._leases.pop(lease, None)
-
-    def _put_now(
-        self, feed: ServesHandles, samples: Any, made: tuple[int, bool], cost: float | None, priority: float
-    ) -> None:
-        feed.put_nowait(samples, version=_version(feed, *made), cost=cost, priority=priority)
-
-    async def _put(
-        self, feed: ServesHandles, samples: Any, made: tuple[int, bool], cost: float | None, priority: float
-    ) -> None:
-        await feed.put(samples, version=_version(feed, *made), cost=cost, priority=priority)
-
-    async def _put_many(self, feed: ServesHandles, many: list[Any], made: tuple[int, bool]) -> None:
-        await feed.put_many(many, version=_version(feed, *made))
-
-    async def _lease(self, feed: ServesHandles) -> Leased:
-        taken: list[Leased] = []
-        await feed.await_lease(taken.append)
-        return taken[0]
-
-    def _withdraw_now(self, feed: ServesHandles, number: int) -> None:
-        """Have a request be answered now, by `Withdrawn` if it waits: nobody waits for what it would come to."""
-        if (task := self._waiting.pop(number, None)) is not None:
-            task.cancel()
-
-    def _unread_now(self, feed: ServesHandles, number: int) -> None:
-        """Give back the lease that the answer to a request had: the handle could not unpickle it."""
-        for lease in [each for each, request in self._leases.items() if request == number]:
-            self._give_back_now(feed, lease, failed=True)
-
-    def _set_version_now(self, feed: ServesHandles, version: int) -> None:
-        feed.version = version
-
-    # Of ranks. A connection is one iterator of a rank, until it ends.
-
-    def _rank_now(self, feed: ServesHandles, rank: int) -> Any:
-        feed.check_rank(rank)
-        return feed.batch_size, identity.of(feed)
-
-    def _rank_state_now(self, feed: ServesHandles, *where: Any) -> dict[str, Any]:
-        return feed.rank_state(*where)
-
-    def _rank_load_now(self, feed: ServesHandles, rank: int, state: dict[str, Any]) -> None:
-        feed.rank_load(rank, state)
-
-    async def _ask(self, feed: ServesHandles, given: int) -> None:  # in a task, as `_begin`: in the order of messages
-        if self._seat is not None:
-            feed.rank_asks(self._seat, given, asyncio.get_running_loop().time())
-            self._look()
-
-    async def _begin(self, feed: ServesHandles, rank: int, place: RankPlace) -> int:
-        return await feed.begin_rank(rank, place, self._sit)
-
-    def _sit(self, seat: Seat) -> None:
-        self._seat = seat
-
-    async def _step(self, feed: ServesHandles, number: int) -> list[SampleKey] | None:
-        assert self._seat is not None
-        return await feed.rank_step(self._seat, number)
-
-    async def _send(self, number: int, error: Exception | None, value: Any, version: int) -> None:
-        try:
-            parts = parts_of(number, (error, value, version))
+            self._send(number, error, (value.id, value.item, value.version, value.tries) if is_lease else value)
         except Exception as raised:  # what the source gave, or raised, cannot be pickled
-            if type(value) is Leased and (feed := self._feed()) is not None:
-                self._give_back_now(feed, value.lease, failed=True)
+            if is_lease and (server := self._server()) is not None:
+                server.withdraw(self._requests.pop(number), failed=True)
             of = type(value if error is None else error).__name__
-            parts = parts_of(number, (RuntimeError(f"{type(raised).__name__}: {raised} (of {of})"), None, version))
-        async with self._sending:
-            for part in parts:
-                await asyncio.get_running_loop().sock_sendall(self._sock, part)
+            self._send(number, RuntimeError(f"{type(raised).__name__}: {raised} (of {of})"), None)
 
-
-def _is_of_this_user(sock: socket.socket) -> bool:
-    """Whether a process of the trainer's user, or of root, has connected; abstract sockets have no permissions."""
-    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return user in (os.geteuid(), _ROOT)
-
-
-def _version(feed: ServesHandles, version: int, is_default: bool) -> int:
-    """Return the version of samples. A state that was loaded may have taken that back which the handle knows."""
-    return min(version, feed.version) if is_default else version
+    def _send(self, number: int, error: Exception | None, value: Any) -> None:
+        server = self._server()
+        self._channel.send(number, (error, value, 0 if server is None else server.version))

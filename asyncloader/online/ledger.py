@@ -22,14 +22,14 @@ The last batch j for which that is at most u + max_staleness is the deadline of 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
-from asyncloader.online.costs import Costs
 from asyncloader.online.dealing import deal
 from asyncloader.online.errors import LeaseLostError
 from asyncloader.seeding.hashing import mix
@@ -122,7 +122,6 @@ class Ledger:
         ended: The consumer was given the end; nor is anything leased or put then, until another one begins.
         counts: Units by what became of them: "trained", "stale", "dropped", "failed". Beside these, "recycled" counts
             units that were too old and leased again, and "late" those that were trained beyond the bound.
-        costs: The costs of units, where that is known.
         ages: Units that were trained, by how many versions they were old when their batch was due.
     """
 
@@ -134,10 +133,10 @@ class Ledger:
         self.pending: deque[Unit] = deque()
         self.source_over = self.closed = self.ended = False
         self.counts: Counter[str] = Counter()
-        self.costs: defaultdict[str, Costs] = defaultdict(Costs)
         self.ages: Counter[int] = Counter()
         self._running: dict[int, Unit] = {}  # by lease
         self._ready: dict[int, Unit] = {}  # by id, in the order in which they came
+        self._bag = _Bag()  # of those, where the order is random
         self._batches: deque[list[Unit]] = deque()  # from number `done` on
         self._next_id = self._next_lease = 0
         self._choice: list[Unit] | None = None  # the next batch, if that is known
@@ -216,13 +215,13 @@ class Ledger:
         self._accept(unit)
         return unit
 
-    def drop(self, lease: int, cost: float | None = None) -> None:
+    def drop(self, lease: int) -> None:
         """Settle the unit of a lease without samples.
 
         Raises:
             LeaseLostError: if the lease has ended.
         """
-        self._settle(self._end_lease(lease), "dropped", cost)
+        self._settle(self._end_lease(lease), "dropped")
 
     def give_back(self, lease: int, *, failed: bool) -> None:
         """Have another producer lease the unit; settle it if too many have failed. Ignore a lease that has ended."""
@@ -231,7 +230,7 @@ class Ledger:
         unit = self._end_lease(lease)
         unit.tries += failed
         if unit.tries > self.rules.max_retries:
-            self._settle(unit, "failed", None)
+            self._settle(unit, "failed")
         else:
             self.pending.append(unit)
 
@@ -256,25 +255,22 @@ class Ledger:
 
     def _make_ready(self, unit: Unit) -> None:
         self._ready[unit.id] = unit
+        self._bag.add(unit.id)
         if not unit.uses:
             self._new_ready[unit.version] += 1
         self._choice = None
 
     def _unready(self, unit: Unit) -> None:
         del self._ready[unit.id]
+        self._bag.remove(unit.id)
         if not unit.uses:
             _uncount(self._new_ready, unit.version)
         self._choice = None
 
-    def _settle(self, unit: Unit, outcome: str, cost: float | None) -> None:
+    def _settle(self, unit: Unit, outcome: str) -> None:
         del self.units[unit.id]
-        self._count(outcome, cost)
-        unit.samples = ()
-
-    def _count(self, outcome: str, cost: float | None) -> None:
         self.counts[outcome] += 1
-        if cost is not None:
-            self.costs[outcome].add(cost)
+        unit.samples = ()
 
     # ------------------------------------------------------------------------------------------------------ trainer
 
@@ -336,17 +332,19 @@ class Ledger:
                 if self._is_trained_again(unit, unit.uses):
                     self._make_ready(unit)
                 else:
-                    self._settle(unit, "trained", unit.cost)
+                    self._settle(unit, "trained")
             if self._batches:
                 self._note_age(self._batches[0])
         self._choice = None
 
     def begin(self) -> None:
         """Have the units of batches that are not trained wait again, before all others: their consumer has left."""
-        others, self._ready = self._ready, {}
+        others, self._ready, self._bag = self._ready_in_order(), {}, _Bag()
         for unit in chain.from_iterable(self._batches):
             self._accept(unit)
-        self._ready.update(others)
+        for number in others:
+            self._ready[number] = others[number]
+            self._bag.add(number)
         self._batches.clear()
         self.formed, self.ended, self._choice = self.done, False, None
 
@@ -376,13 +374,13 @@ class Ledger:
     def _turn_away(self, unit: Unit) -> None:
         """Settle a unit that is too old, or have it leased again."""
         if unit.uses:
-            self._settle(unit, "trained", unit.cost)
+            self._settle(unit, "trained")
         elif self.rules.on_stale == "recycle" and unit.item is not NOTHING:
-            self._count("recycled", unit.cost)
+            self.counts["recycled"] += 1
             unit.samples = ()
             self.pending.append(unit)
         else:
-            self._settle(unit, "stale", unit.cost)
+            self._settle(unit, "stale")
 
     def _choose(self) -> list[Unit] | None:
         """Return the next batch; None if the trainer has to wait for it."""
@@ -393,11 +391,13 @@ class Ledger:
             return None
         batch: dict[int, Unit] = {}
         for version, count in musts:
-            new = [unit for unit in self._in_order(self._ready.values()) if unit.version <= version and not unit.uses]
+            new = [unit for unit in self._in_order() if unit.version <= version and not unit.uses]
             count -= sum(unit.id in batch for unit in new)
             missing = [unit for unit in new if unit.id not in batch]
             batch.update((unit.id, unit) for unit in missing[: max(0, min(count, rules.size - len(batch)))])
-        rest = (unit for unit in self._in_order(self._in_window()) if unit.id not in batch)
+        end, oldest = self._window()
+        fitting = (unit for unit in self._in_order() if unit.id < end and (not unit.uses or unit.version >= oldest))
+        rest = (unit for unit in fitting if unit.id not in batch)
         batch.update([(unit.id, unit) for unit in islice(rest, rules.size - len(batch))])
         chosen = list(batch.values())
         within = self._within_cost(chosen)
@@ -428,27 +428,30 @@ class Ledger:
                 musts.append((version, min(count, ready)))
         return musts
 
-    def _in_window(self) -> Iterable[Unit]:
-        """Return the units that are ready, without those that would overtake too many others."""
-        ready: Iterable[Unit] = self._ready.values()
-        if self.rules.max_uses > 1 and (most := self.rules.max_staleness) is not None:
-            oldest = self._version_at(self.formed) - most
-            ready = [unit for unit in ready if not unit.uses or unit.version >= oldest]
+    def _window(self) -> tuple[float, int]:
+        """Return the id from which on units would overtake too many others, and the oldest version to train again."""
+        most, window = self.rules.max_staleness, self.rules.window
+        oldest = 0 if most is None else self._version_at(self.formed) - most
         waited_for = () if self.closed else (*self.pending, *self._running.values())
-        if self.rules.window is None or not waited_for:
-            return ready
-        end = min(unit.id for unit in waited_for) + self.rules.window
-        return [unit for unit in ready if unit.id < end]
+        if window is None or not waited_for:
+            return math.inf, oldest
+        return min(unit.id for unit in waited_for) + window, oldest
 
-    def _in_order(self, units: Iterable[Unit]) -> Iterable[Unit]:
-        """Return units with those first that the order prefers."""
+    def _in_order(self) -> Iterable[Unit]:
+        """Return the units that are ready with those first that the order prefers."""
+        ready = self._ready.values()
         if self.rules.order == "freshest":
-            return sorted(units, key=lambda unit: -unit.version)
+            return sorted(ready, key=lambda unit: -unit.version)
         if self.rules.order == "priority":
-            return sorted(units, key=lambda unit: -unit.priority)
-        if self.rules.order == "random":  # another one for each batch, and nothing that a state would have to have
-            return sorted(units, key=lambda unit: mix(self.rules.seed, self.formed, unit.id))
-        return units
+            return sorted(ready, key=lambda unit: -unit.priority)
+        if self.rules.order == "random":  # another one for each batch, and no generator that states would have to have
+            return map(self._ready.__getitem__, self._bag.drawn(self.rules.seed, self.formed))
+        return ready
+
+    def _ready_in_order(self) -> dict[int, Unit]:
+        """Return the units that are ready in the order that the next choice goes by."""
+        ready = self._ready
+        return {number: ready[number] for number in self._bag.ids} if self.rules.order == "random" else ready
 
     def _within_cost(self, units: list[Unit]) -> list[Unit]:
         """Return the first units that cost no more together than a batch may; one for each rank in any case."""
@@ -473,7 +476,7 @@ class Ledger:
         """Return what is not settled as the batches before number `done` are trained. Units that run are pending."""
         trained = list(islice(self._batches, max(0, done - self.done)))
         formed = [unit.id for batch in islice(self._batches, len(trained), None) for unit in batch]
-        counts, costs = self.counts.copy(), Costs.of(self.costs["trained"].state())
+        counts = self.counts.copy()
         again: list[Unit] = []
         gone: set[int] = set()
         for unit in (unit for batch in trained for unit in batch):
@@ -482,7 +485,6 @@ class Ledger:
             else:
                 gone.add(unit.id)
                 counts["trained"] += 1
-                costs.add(unit.cost)
         used = {unit.id for unit in again}
         return {
             "done": self.done + len(trained),
@@ -490,23 +492,22 @@ class Ledger:
             "next_id": self._next_id,
             "source_over": self.source_over,
             "counts": dict(counts),
-            "costs": {name: each.state() for name, each in {**self.costs, "trained": costs}.items()},
             "ages": dict(self.ages),
             "units": [_written(unit, unit.id in used) for unit in self.units.values() if unit.id not in gone],
-            "ready": [*formed, *self._ready, *(unit.id for unit in again)],
+            "ready": [*formed, *self._ready_in_order(), *(unit.id for unit in again)],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is. Leases that were given out before have ended."""
         self.version, self._next_id, self.source_over = state["version"], state["next_id"], state["source_over"]
         self.counts, self.ages = Counter(state["counts"]), Counter(state["ages"])
-        self.costs = defaultdict(Costs, {name: Costs.of(each) for name, each in state["costs"].items()})
         self.units = {
             written[0]: Unit(written[0], *written[1] or (NOTHING,), *written[2:]) for written in state["units"]
         }
         self._running.clear()
         self._new_running.clear()
         self._ready.clear()
+        self._bag = _Bag()
         self._new_ready.clear()
         self._batches.clear()
         self.done = self.formed = state["done"]
@@ -517,6 +518,37 @@ class Ledger:
         for number in state["ready"]:
             self._accept(self.units[number])
         self._choice = None
+
+
+class _Bag:
+    """Numbers that are drawn without replacement, each draw in constant time: the last one fills the gap of another.
+
+    Attributes:
+        ids: The numbers, in an order that says with the seed what is drawn next.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._places: dict[int, int] = {}
+
+    def add(self, number: int) -> None:
+        """Put a number in."""
+        self._places[number] = len(self.ids)
+        self.ids.append(number)
+
+    def remove(self, number: int) -> None:
+        """Take a number out."""
+        place, last = self._places.pop(number), self.ids.pop()
+        if last != number:
+            self.ids[place], self._places[last] = last, place
+
+    def drawn(self, seed: int, batch: int) -> Iterator[int]:
+        """Yield the numbers in the random order of a batch. They stay there: nobody knows how many are taken."""
+        moved: dict[int, int] = {}  # places whose numbers were drawn, and the places whose numbers fill them
+        for left in range(len(self.ids), 0, -1):
+            at = mix(seed, batch, left) % left
+            place, moved[at] = moved.get(at, at), moved.get(left - 1, left - 1)
+            yield self.ids[place]
 
 
 def _uncount(counts: Counter[int], version: int) -> None:

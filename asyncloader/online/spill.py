@@ -1,12 +1,14 @@
 """Spill: what was put is written to a folder first, and survives the death of the process.
 
-    00000000.spill   [length, checksum, record] [length, checksum, record] ...      records that were put before state 0
-    00000001.spill   ...                                                            since that
+    feed.json        whose folder it is, and the marker that each of its records begins with
+    00000000.spill   [marker, number, version, cost, lengths, checksums] [samples, pickled] ...
+    00000001.spill   ...                                     a file begins when what a saved state has was deleted
 
 A record is of an item of the source, or of a sample that was put without a lease; either is known by its number. A
 state contains all that was put before it and is not trained, so what was written before a state that is saved is not
-needed any more. A record that was not written whole, because the process died or the disk was full, ends what is read
-of its file, whatever follows.
+needed any more. Heads and samples have checksums of their own: of what is damaged, one record is lost, and the next one
+is found by its marker. A record that was not written whole, because the process died or the disk was full, was not
+acknowledged.
 
 Records are written without fsync: they survive the process, not the machine.
 """
@@ -14,29 +16,65 @@ Records are written without fsync: they survive the process, not the machine.
 from __future__ import annotations
 
 import fcntl
+import json
+import logging
 import os
 import pickle
+import secrets
 import struct
 import weakref
 import zlib
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
-from asyncloader.errors import ConfigurationError
+from asyncloader import identity
+from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.online.forks import keep_from_forks
 
-_HEAD = struct.Struct("<QI")
-_NUMBER = 8
+log = logging.getLogger("asyncloader")
+
+_MARKER = 16
+_HEAD = struct.Struct(f"<{_MARKER}sBQIQddQI")
+_CHECKSUM = struct.Struct("<I")  # of the head, behind it
+_WHOLE_HEAD = _HEAD.size + _CHECKSUM.size
+_OWNER = "feed.json"
+_PIECE = 1 << 20  # bytes that are searched for a marker at once
 Kind = Literal["item", "put"]
+_KINDS: tuple[Kind, ...] = ("item", "put")
+
+
+class Record(NamedTuple):
+    """What is known of a record without its samples.
+
+    Attributes:
+        kind: Whether it is of an item of the source.
+        number: The number of the item, or among those that were put without one.
+        item: A checksum of the item; 0 if nobody knows it.
+        version: The version of the weights that made the samples.
+        cost: What all of them cost.
+        priority: Their priority.
+        length: Bytes of the samples; 0 for an item that was dropped.
+        checksum: Of these.
+    """
+
+    kind: Kind
+    number: int
+    item: int
+    version: int
+    cost: float
+    priority: float
+    length: int
+    checksum: int
 
 
 class _Place(NamedTuple):
-    """Where a record is: its file, and the bytes in there."""
+    """A record, its file, and where its samples begin there."""
 
+    record: Record
     segment: int
     offset: int
-    length: int
 
 
 class Spill:
@@ -44,95 +82,125 @@ class Spill:
 
     Args:
         folder: Is made if it is not there.
+        owner: Which feeds it is for; what the folder of another one says differs.
 
     Raises:
-        ConfigurationError: if another feed has it, in this process or another one.
+        ConfigurationError: if another feed has it, in this process or another one, or it is another kind of feed's.
 
     Attributes:
         segment: Number of the file that is written now.
         pushed: Number of the next sample that is put without a lease is at least this.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], owner: dict[str, Any]) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        # What is written now, and the lock. Closed when nobody has the feed any more.
-        self._open: dict[str, FileIO] = {"lock": _opened(self._folder / "lock", os.O_CREAT)}
+        # What is written now, and the owner's file, which is locked. Closed when nobody has the feed any more.
+        self._open: dict[str, FileIO] = {"owner": _opened(self._folder / _OWNER)}
         weakref.finalize(self, _close, self._open)
         try:
-            fcntl.flock(self._open["lock"], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            self._marker, self.segment, self.pushed = self._lock(owner)
+        except BaseException:
             _close(self._open)
-            raise ConfigurationError(f"another feed spills to {self._folder}: each feed has a folder") from error
+            raise
         self._places: dict[tuple[Kind, int], _Place] = {}
         self._offset = 0
         segments = sorted(self._folder.glob("*.spill"))
         for path in segments:
-            self._read_index(path)
+            for place in self._index(path):
+                self._places[place.record.kind, place.record.number] = place
         # States name the files that they need, and samples that they have: a number comes once, also after files were
         # deleted.
-        file = self._open["lock"].fileno()
-        next_number = int(os.pread(file, _NUMBER, 0) or 0)
-        self.pushed = int(os.pread(file, 2 * _NUMBER, _NUMBER) or 0)
-        self.segment = max(next_number, int(segments[-1].stem) + 1 if segments else 0)
+        self.segment = max(self.segment, int(segments[-1].stem) + 1 if segments else 0)
+
+    def _lock(self, owner: dict[str, Any]) -> tuple[bytes, int, int]:
+        """Take the folder; return its marker, and the numbers of the next file and the next sample that is put."""
+        file = self._open["owner"]
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigurationError(f"another feed spills to {self._folder}: each feed has a folder") from error
+        text = file.readall()
+        found = json.loads(text) if text else {"marker": secrets.token_hex(_MARKER), "segment": 0, "pushed": 0, **owner}
+        try:
+            identity.check(found, owner)
+        except StateMismatchError as error:
+            raise ConfigurationError(f"{self._folder} has samples of another feed: each run has a folder") from error
+        self._owner = found
+        self._write_owner()
+        return bytes.fromhex(found["marker"]), found["segment"], found["pushed"]
+
+    def _write_owner(self) -> None:
+        # Its length never shrinks by more than spaces make good, and so few bytes are written whole, or not at all.
+        os.pwrite(self._open["owner"].fileno(), json.dumps(self._owner).ljust(512).encode(), 0)
 
     @property
     def is_closed(self) -> bool:
         """Whether the folder was let go of; another feed may have it."""
         return not self._open
 
-    def write(self, kind: Kind, number: int, content: Any) -> None:
+    def write(
+        self, kind: Kind, number: int, item: int, samples: bytes, version: int, cost: float, priority: float
+    ) -> None:
         """Write a record. It survives the process when this returns.
 
         Args:
             kind: Whether it is of an item of the source.
             number: The number of the item, or among those that were put without one.
-            content: Samples, version, cost and priority; None for an item that was dropped.
+            item: A checksum of the item.
+            samples: They, pickled; empty for an item that was dropped.
+            version: Their version.
+            cost: Their cost.
+            priority: Their priority.
         """
-        record = pickle.dumps((kind, number, content), pickle.HIGHEST_PROTOCOL)
+        record = Record(kind, number, item, version, cost, priority, len(samples), zlib.crc32(samples))
         if "file" not in self._open:
-            self._open["file"], self._offset = _opened(self._path(self.segment), os.O_CREAT | os.O_EXCL), 0
+            path = self._path(self.segment)
+            self._open["file"], self._offset = _opened(path, os.O_EXCL), 0
         file, offset = self._open["file"].fileno(), self._offset
-        for part in (_HEAD.pack(len(record), zlib.crc32(record)), record):
+        head = _HEAD.pack(self._marker, _KINDS.index(kind), *record[1:])
+        for part in (head, _CHECKSUM.pack(zlib.crc32(head)), samples):
             rest = memoryview(part)
             while rest:  # after an error, the disk is full for example, the next record is written over this one
                 written = os.pwrite(file, rest, offset)
                 rest, offset = rest[written:], offset + written
-        self._places[kind, number] = _Place(self.segment, self._offset + _HEAD.size, len(record))
+        self._places[kind, number] = _Place(record, self.segment, self._offset + _WHOLE_HEAD)
         self._offset = offset
 
     def numbers(self, kind: Kind) -> list[int]:
         """Return the numbers of the records."""
         return sorted(number for each, number in self._places if each == kind)
 
-    def read(self, kind: Kind, number: int) -> Any:
-        """Return the content of the last record of a number; `...` if there is none."""
+    def read(self, kind: Kind, number: int) -> tuple[Record, Any] | None:
+        """Return the last record of a number, and its samples; None if there is none, or they are damaged."""
         if (place := self._places.get((kind, number))) is None:
-            return ...
+            return None
+        record = place.record
         with self._path(place.segment).open("rb") as file:
             file.seek(place.offset)
-            return pickle.loads(file.read(place.length))[2]
-
-    def begin_segment(self) -> int:
-        """Note that a state was taken: what follows is in another file, whose number is returned."""
-        if (file := self._open.pop("file", None)) is not None:
-            file.close()
-            self.segment += 1
-        return self.segment
+            samples = file.read(record.length)
+        if len(samples) < record.length or zlib.crc32(samples) != record.checksum:
+            log.warning("The samples of %s %d in %s are damaged, and lost.", kind, number, self._folder)
+            del self._places[kind, number]
+            return None
+        return record, pickle.loads(samples) if samples else None
 
     def trim(self, segment: int, drawn: int, pushed: int) -> None:
         """Delete the files before one, but for those with records of items that a state has not drawn yet.
 
+        What follows is in another file, so that a state that is taken from now on makes all of these superfluous.
+
         Args:
-            segment: The first file that was written after the state.
+            segment: The file that was written when the state was taken.
             drawn: The number of the next item of the source in the state.
             pushed: The number of the next sample that is put without a lease.
         """
         if self.is_closed:
             return
+        self._end_segment()
         self.pushed = pushed
-        numbers = f"{self.segment:0{_NUMBER}}{pushed:0{2 * _NUMBER}}"
-        os.pwrite(self._open["lock"].fileno(), numbers.encode(), 0)
+        self._owner.update(segment=self.segment, pushed=pushed)
+        self._write_owner()
         needed = {place.segment for (kind, number), place in self._places.items() if kind == "item" and number >= drawn}
         for path in self._folder.glob("*.spill"):
             if int(path.stem) < segment and int(path.stem) not in needed:
@@ -143,31 +211,53 @@ class Spill:
 
     def close(self) -> None:
         """Let go of the folder."""
-        self.begin_segment()
+        self._end_segment()
         _close(self._open)
 
+    def _end_segment(self) -> None:
+        if (file := self._open.pop("file", None)) is not None:
+            file.close()
+            self.segment += 1
+
     def _path(self, segment: int) -> Path:
-        return self._folder / f"{segment:0{_NUMBER}}.spill"
+        return self._folder / f"{segment:08}.spill"
 
-    def _read_index(self, path: Path) -> None:
+    def _index(self, path: Path) -> Iterator[_Place]:
+        """Yield the records of a file. Their samples are not looked at."""
         with path.open("rb") as file:
-            offset, size = 0, os.fstat(file.fileno()).st_size
-            while len(head := file.read(_HEAD.size)) == _HEAD.size:
-                length, checksum = _HEAD.unpack(head)
-                if not 0 < length <= size - offset - _HEAD.size:
-                    return
-                record = file.read(length)
-                if len(record) < length or zlib.crc32(record) != checksum:
-                    return
-                offset += _HEAD.size
-                kind, number, _ = pickle.loads(record)
-                self._places[kind, number] = _Place(int(path.stem), offset, length)
-                offset += length
+            size, offset = os.fstat(file.fileno()).st_size, 0
+            while offset + _WHOLE_HEAD <= size:
+                file.seek(offset)
+                if (record := self._record(file.read(_WHOLE_HEAD))) is None:
+                    following = self._find_marker(file, offset + 1)
+                    log.warning("%s is damaged from byte %d to %d.", path, offset, following)
+                    offset = following
+                    continue
+                offset += _WHOLE_HEAD
+                if offset + record.length <= size:
+                    yield _Place(record, int(path.stem), offset)
+                offset += record.length
+
+    def _record(self, head: bytes) -> Record | None:
+        marker, kind, *rest = _HEAD.unpack_from(head)
+        if marker != self._marker or _CHECKSUM.unpack_from(head, _HEAD.size)[0] != zlib.crc32(head[: _HEAD.size]):
+            return None
+        return Record(_KINDS[kind], *rest)
+
+    def _find_marker(self, file: BinaryIO, offset: int) -> int:
+        """Return where the next record may begin, or the end of the file."""
+        file.seek(offset)
+        while len(piece := file.read(_PIECE)) >= _MARKER:
+            if (found := piece.find(self._marker)) >= 0:
+                return offset + found
+            offset += len(piece) - _MARKER + 1
+            file.seek(offset)
+        return offset + len(piece)
 
 
-def _opened(path: Path, flags: int) -> FileIO:
+def _opened(path: Path, flags: int = 0) -> FileIO:
     """Open a file to write to, which forks do not have: a lock would go on there."""
-    return keep_from_forks(FileIO(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600), "r+"))
+    return keep_from_forks(FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600), "r+"))
 
 
 def _close(files: dict[str, FileIO]) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from asyncloader.online.costs import CostStats
-
-_LOST = ("stale", "recycled", "dropped")
+from asyncloader.online.ledger import OUTCOMES, Ledger
 
 
 class FeedStats(NamedTuple):
@@ -23,8 +21,6 @@ class FeedStats(NamedTuple):
             Units of a batch that was left out (``on_crash="skip"``), or raised in its place, are among the trained.
             Beside these, "recycled" counts those that were too old and leased again, and "late" those that were trained
             too old: in a batch that was on its way when the version jumped, or with ``on_stale="keep"``.
-        costs: By what became of units, what they cost, where that is known. If long units are lost more often than
-            short ones, those that are "stale", "recycled" or "dropped" cost more than those that are "trained".
         ages: Trained units by how many versions they were old. A batch counts when the consumer asks for it.
         producers_waiting: Producers that wait for a lease, or for room.
         trainer_waited_s: How long there was no batch for the trainer. Seconds.
@@ -37,7 +33,6 @@ class FeedStats(NamedTuple):
     ready: int
     in_batches: int
     counts: dict[str, int]
-    costs: dict[str, CostStats]
     ages: dict[int, int]
     producers_waiting: int
     trainer_waited_s: float
@@ -51,16 +46,21 @@ class FeedStats(NamedTuple):
         limits = "balanced"
         if max(trainer, producers) > 2 * min(trainer, producers):
             limits = "producers limit" if trainer > producers else "the trainer limits"
-        return f"{limits}: {waits}{self._starvation()}"
+        return f"{limits}: {waits}"
 
-    def _starvation(self) -> str:
-        """Say whether units that are lost cost more than those that are trained."""
-        lost = [self.costs[name] for name in _LOST if name in self.costs]
-        units, trained = sum(each.units for each in lost), self.costs.get("trained")
-        if not (units and trained and trained.mean):
-            return ""
-        ratio = sum(each.mean * each.units for each in lost) / units / trained.mean
-        return f"; {units} that were not trained cost {ratio:.1f} times as much, on average, as those that were"
+    @classmethod
+    def of(cls, ledger: Ledger, *waits: Any) -> FeedStats:
+        """Return the figures of a ledger, and of those who wait."""
+        return cls(
+            ledger.version,
+            ledger.num_running,
+            len(ledger.pending),
+            ledger.num_ready,
+            ledger.num_in_batches,
+            {name: ledger.counts[name] for name in OUTCOMES},
+            dict(sorted(ledger.ages.items())),
+            *waits,
+        )
 
 
 class Stopwatch:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import multiprocessing as mp
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
-import termios
 import threading
-from array import array
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -235,7 +230,7 @@ def use_copy(feed: Feed[Any], held: Any, pipe: Any) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
     held.retry()
     feed.close()
-    pipe.send(feed._ledger.closed)
+    pipe.send(feed._server.ledger.closed)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -245,7 +240,7 @@ def test_a_fork_that_uses_the_feed_is_refused(start: Callable[..., Any], tmp_pat
     feed.put_nowait("before")
     held = feed.lease().__enter__()
     receiving, sending = mp.get_context("fork").Pipe(duplex=False)
-    with feed._lock:  # as a thread of the trainer may have it at the moment
+    with feed._server._lock:  # as a thread of the trainer may have it at the moment
         start("fork", use_copy, feed, held, sending)
     sending.close()
     for name in USES:
@@ -341,8 +336,8 @@ async def test_a_task_that_is_cancelled_holds_no_lease() -> None:
 
 def is_answered(handle: FeedHandle) -> bool:
     """Whether a handle has had all its answers."""
-    assert handle._link is not None
-    return not handle._link.futures
+    assert handle._connection is not None
+    return not handle._connection._requests
 
 
 async def test_a_lease_that_came_before_the_task_was_cancelled() -> None:
@@ -405,30 +400,6 @@ def test_a_thread_that_is_interrupted() -> None:
     assert handle.version == 0
     feed.close()
     assert list(DataLoader(feed)) == [["held"]]
-    handle.close()
-
-
-def test_an_interrupt_in_the_middle_of_a_message() -> None:
-    """The handle connects anew. Other threads, whose requests it loses, are told so: their loops do not just end."""
-    feed = Feed(batch_size=1)
-    handle = feed.handle()
-    link, waiting = handle._connected(), array("i", [0])
-
-    def is_full() -> bool:
-        fcntl.ioctl(link.sock, termios.TIOCOUTQ, waiting)
-        return waiting[0] > 50_000
-
-    with feed._lock:  # the feed answers nothing
-        other = handle._send("put", ("lost", (0, False), None, 0.0))
-        with interrupted_when(is_full):
-            handle.put_sync(bytes(16 << 20))
-        with pytest.raises(FeedClosedError, match="the connection to the feed was lost") as caught:
-            other.result(20)
-    assert caught.value.is_failure
-    wait_until(lambda: feed.stats().ready == 1)
-    handle.put_sync("again")
-    feed.close()
-    assert list(DataLoader(feed)) == [["lost"], ["again"]]
     handle.close()
 
 
@@ -566,7 +537,7 @@ def test_an_answer_that_the_producer_cannot_unpickle(is_async: bool) -> None:
     wait_until(lambda: feed.stats().running == 0)
     assert lease() == "good"
     assert feed.stats().counts["failed"] == 1
-    with pytest.raises(RuntimeError, match=r"cannot be unpickled in this process: TypeError: .*OddError"):
+    with pytest.raises(RuntimeError, match="OddError: 1 2"):
         lease()
     handle.close()
 
@@ -602,54 +573,69 @@ async def _first(feed: Feed[Any]) -> Any:
         return
 
 
-def test_strangers_are_refused() -> None:
-    """Without the secret nothing is unpickled."""
-    feed = Feed(batch_size=1)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_an_interrupt_while_a_message_is_on_its_way(is_large: bool) -> None:
+    """The handle goes on, and other threads do."""
+    feed = Feed(batch_size=1, max_samples=8)
     handle = feed.handle()
-    with pytest.raises(FeedClosedError):
-        FeedHandle(handle.address, bytes(32)).put_sync(1)
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(handle.address)
-        stranger.sendall(bytes(200))
-        assert len(stranger.recv(100)) == 32
-        stranger.settimeout(20)
-        with pytest.raises(ConnectionResetError):  # bytes that were not read
-            assert stranger.recv(1)
-    handle.put_sync(1)
+    assert handle.version == 0
+    with ThreadPoolExecutor(1) as pool:
+        with feed._server._lock:  # the feed answers nothing
+            other = pool.submit(handle.put_sync, "other")
+            wait_until(lambda: not is_answered(handle))
+            with interrupted_when(lambda: len(handle._connection._requests) == 2):  # type: ignore[union-attr]
+                handle.put_sync(bytes(16 << 20) if is_large else "interrupted")
+        other.result(20)
+    handle.put_sync("again")
+    feed.close()
+    found = [sample for batch in DataLoader(feed) for sample in batch]
+    assert (found[0], found[-1]) == ("other", "again")
+    assert len(found) in (2, 3)  # what had been sent was put, as there was room at once
     handle.close()
+
+
+def test_only_this_user_reaches_a_feed() -> None:
+    """The socket is in a folder of this user's, and is gone with the feed."""
+    feed: Feed[int] = Feed(batch_size=1)
+    path = Path(feed.handle()._facts.address)
+    assert (path.parent.stat().st_mode & 0o777, path.parent.stat().st_uid) == (0o700, os.geteuid())
+    assert path.is_socket()
+    feed.close()
+    wait_until(lambda: not path.exists())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_other_users_are_refused() -> None:
+    """Before a byte is sent to them, though the folder were open: the kernel says whose process has connected."""
+    feed: Feed[int] = Feed(batch_size=1)
+    path = Path(feed.handle()._facts.address)
+    path.parent.chmod(0o711)
+    path.chmod(0o666)
+    script = f"""
+import os, socket
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as stranger:
+    stranger.settimeout(20)
+    stranger.connect({str(path)!r})
+    print(len(stranger.recv(1)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    path.parent.chmod(0o700)
+    assert done.stdout == "0\n"
     feed.close()
 
 
-def strangers(address: str, count: int) -> list[socket.socket]:
-    """Connect so often, and say nothing."""
-    found = []
-    for _ in range(count):
-        found.append(socket.socket(socket.AF_UNIX))
-        found[-1].connect(address)
-    return found
-
-
-def test_strangers_that_say_nothing_are_few() -> None:
-    """Each takes a descriptor of the trainer: the oldest goes. Handles come all the same."""
+def test_a_feed_that_is_not_the_one() -> None:
+    """Somebody else's process that listens in the place of a feed that was: nothing of what it says is unpickled."""
     feed: Feed[int] = Feed(batch_size=1)
-    handle = feed.handle()
-    before = len(os.listdir("/proc/self/fd"))
-    silent = strangers(handle.address, 100)
-    begun = perf_counter()
-    handle.put_sync(1)
-    assert perf_counter() - begun < 8
-    assert len(os.listdir("/proc/self/fd")) - before < 100 + 50  # ours, and the other ends of a few
-    silent[0].settimeout(20)
-    assert len(silent[0].recv(100)) == 32
-    assert silent[0].recv(1) == b""
-    for each in silent:
-        each.close()
-    handle.close()
+    facts = feed.handle()._facts
+    with pytest.raises(FeedClosedError, match="there is no feed behind this handle"):
+        FeedHandle(facts._replace(user=facts.user + 1)).put_sync(1)
     feed.close()
 
 
 def test_handles_that_come_all_at_once_are_served() -> None:
-    """However many: those that know the secret are no strangers for long."""
+    """However many."""
     feed: Feed[int] = Feed(batch_size=1, max_samples=200)
     handles = [feed.handle() for _ in range(100)]
     with ThreadPoolExecutor(100) as pool:
@@ -658,23 +644,6 @@ def test_handles_that_come_all_at_once_are_served() -> None:
     assert sorted(int(number) for batch in DataLoader(feed) for number in batch) == [*range(100)]
     for handle in handles:
         handle.close()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_other_users_are_refused() -> None:
-    """Before a byte is sent to them: the kernel says whose process has connected."""
-    feed: Feed[int] = Feed(batch_size=1)
-    script = f"""
-import os, socket
-os.setuid(65534)
-with socket.socket(socket.AF_UNIX) as stranger:
-    stranger.settimeout(20)
-    stranger.connect({feed.handle().address!r})
-    print(len(stranger.recv(1)))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "0\n"
-    feed.close()
 
 
 def test_what_cannot_be_pickled() -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -78,7 +78,10 @@ def test_the_last_step() -> None:
     for drop_last, expected in ((False, [[0, 6], [1, 6], [2, 6]]), (True, [[0], [1], [2]])):
         feed = Feed(range(4), batch_size=1, num_replicas=3, drop_last=drop_last)
         handle = feed.handle()
-        with producing(feed):
+        for item in feed.leases():
+            with item:
+                item.put(item.value)
+        with feed:
             taken = in_threads(*(lambda rank=rank, handle=handle: take(handle, rank) for rank in range(3)))
         first = sorted(batches[0] for batches in taken)
         assert first == [[0], [1], [2]]
@@ -195,22 +198,6 @@ def test_ranks_that_do_not_come_in_time() -> None:
     handle.close()
 
 
-def test_a_rank_that_begins_and_asks_at_once() -> None:
-    """The feed hears of both in this order, also if it was busy meanwhile."""
-    feed = Feed(batch_size=1, num_replicas=2, step_timeout=0.05)
-    handle = feed.handle()
-    for _ in range(10):
-        link, is_sent = handle.connect(), threading.Event()
-        assert feed._door is not None
-        feed._door._loop.call_soon_threadsafe(is_sent.wait)
-        begun = link.send("begin", (0, None))
-        link.send("ask", (0,))
-        is_sent.set()
-        assert isinstance(begun.exception(20), RanksError)
-        link.close()
-    handle.close()
-
-
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "prefetch_factor": 3}])
 def test_states_for_other_numbers_of_ranks(options: dict[str, Any]) -> None:
     """What three ranks were given, and two after them, and one at last, is each item once."""
@@ -300,46 +287,11 @@ def test_a_rank_that_leaves_before_it_hears_that_a_run_has_begun() -> None:
     """It goes on where the others do, which have heard of that, however often."""
     feed, handle, ranks = two_ranks()
     loaders = [DataLoader(rank) for rank in ranks]
-    for _ in range(2):
+    for number in range(1, 3):
         iterators = [iter(loader) for loader in loaders]
-        wait_until(lambda: all(rank._run() for rank in ranks))
-        assert ranks[0]._begun is not None
-        ranks[0]._begun = Late(ranks[0]._begun)
+        wait_until(lambda number=number: feed._server.run is not None and feed._server.run.number == number)
     iterators = [iter(loader) for loader in loaders]
     assert sorted(map(int, in_threads(*(lambda each=each: next(each) for each in iterators)))) == [0, 1]
-    feed.close()
-    handle.close()
-
-
-class Late(Future[int]):
-    """The number of a run that is on its way."""
-
-    def __init__(self, begun: Future[int]) -> None:
-        super().__init__()
-        self._number = begun
-
-    def done(self) -> bool:
-        """Not yet."""
-        return False
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for it."""
-        return self._number.exception(20)
-
-    def result(self, timeout: float | None = None) -> int:
-        """Wait for it."""
-        return self._number.result(20)
-
-
-def test_a_step_that_comes_before_the_number_of_its_run() -> None:
-    """The state is that after the step all the same."""
-    feed, handle, ranks = two_ranks()
-    loaders = [DataLoader(rank) for rank in ranks]
-    iterators = [iter(loader) for loader in loaders]
-    assert ranks[0]._begun is not None
-    ranks[0]._begun = Late(ranks[0]._begun)
-    in_threads(*(lambda each=each: next(each) for each in iterators))
-    assert loaders[0].state_dict()["samplers"] == loaders[1].state_dict()["samplers"]
     feed.close()
     handle.close()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 from collections import Counter
+from time import monotonic
 from typing import Any
 
 from hypothesis import settings
@@ -13,31 +12,33 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncloader.errors import LoaderClosedError
-from asyncloader.online import Feed, FeedClosedError, RanksError
+from asyncloader.online import Feed, RanksError
+from asyncloader.online.link import Request
 from asyncloader.online.ranks import Seat
 from tests import effort
+from tests.patience import wait_until
 
 ITEMS = 30
 TIMEOUT_S = 100
+keys = itertools.count()
 
 
 class Rank:
-    """A rank, with the iterator that it has now. Steps are numbered within a run."""
+    """A rank, with the reader that it has now. Steps are numbered within a run."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.place: Any = None
-        self.begun: asyncio.Task[int] | None = None
+        self.key = ""
         self.seat: Seat | None = None
         self.given = 0
-        self.step: asyncio.Task[Any] | None = None
+        self.step: Request | None = None
         self.is_over = False
 
     @property
     def run(self) -> int:
         """Number of its run, or 0."""
-        begun = self.begun
-        return begun.result() if begun is not None and begun.done() and begun.exception() is None else 0
+        return 0 if self.seat is None or self.seat.run is None else self.seat.run.number
 
     @property
     def is_asking(self) -> bool:
@@ -51,9 +52,7 @@ class Play(RuleBasedStateMachine):
     @initialize(data=st.data())
     def make(self, data: st.DataObject) -> None:
         """Begin."""
-        self.loop = asyncio.new_event_loop()
-        self.now = 0.0
-        self.tasks: list[asyncio.Task[Any]] = []
+        self.requests: list[Request] = []
         self.trained: Counter[int] = Counter()  # in the history of the states
         self.saved: tuple[Any, Counter[int]] | None = None
         self.parts: dict[tuple[int, int], dict[int, list[int]]] = {}  # of steps, by run and number
@@ -66,20 +65,9 @@ class Play(RuleBasedStateMachine):
             range(ITEMS), batch_size=data.draw(st.integers(1, 3)), max_staleness=self.staleness, on_stale="recycle",
             max_cost=data.draw(st.sampled_from([None, 9])), num_replicas=count, step_timeout=TIMEOUT_S,
         )  # fmt: skip
+        self.server = self.feed._server
         self.ranks = [Rank(number) for number in range(count)]
         self.is_last = False  # the run has been left, or has ended
-
-    def turn(self) -> None:
-        """Have the loop do all that it can."""
-        for _ in range(6):
-            self.loop.run_until_complete(asyncio.sleep(0))
-
-    def start(self, work: Any) -> asyncio.Task[Any]:
-        """Begin what may have to wait."""
-        task = self.loop.create_task(work)
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may be nobody's
-        self.tasks.append(task)
-        return task
 
     # ------------------------------------------------------------------------------------------------- producers
 
@@ -88,16 +76,15 @@ class Play(RuleBasedStateMachine):
         """Samples are made, where there is room."""
         for _ in range(count):
             self._produce_one(data.draw(st.integers(0, 9)))
-        self.turn()
 
     def _produce_one(self, cost: int) -> None:
-        try:
-            unit = self.feed._try_lease(bool)
-        except FeedClosedError:
-            return
-        if unit is not None:
-            assert unit.lease is not None
-            self.feed.put_leased(unit.lease, unit.item, unit.version, cost, 0)
+        request = Request()
+        self.server.call(request, "lease")
+        if not request.done():
+            wait_until(lambda: request.done() or not self.server._source.waits)  # type: ignore[union-attr]
+            self.server.withdraw(request)
+        if request.exception() is None and (leased := request.result()) is not None:
+            self.server.call(Request(), "settle", leased.lease, (leased.item, leased.version, cost, 0))
 
     # ----------------------------------------------------------------------------------------------------- ranks
 
@@ -105,25 +92,31 @@ class Play(RuleBasedStateMachine):
     def begin(self, data: st.DataObject) -> None:
         """A rank begins to iterate."""
         rank = data.draw(st.sampled_from(self.ranks))
-        if rank.begun is not None and not (rank.is_over or data.draw(st.integers(0, 5)) == 0):
+        if rank.seat is not None and not (rank.is_over or data.draw(st.integers(0, 5)) == 0):
             return
         if rank.run:
             rank.place = ("run", rank.run, rank.given)
+        self._begin(rank)
+
+    def _begin(self, rank: Rank) -> None:
         rank.given, rank.step, rank.is_over = 0, None, False
+        rank.key = str(next(keys))
+        self._ask(rank, -1, None)
+        rank.seat = self.server._seats[rank.key]
 
-        def take(seat: Seat) -> None:
-            rank.seat = seat
-
-        rank.begun = self.start(self.feed.begin_rank(rank.rank, rank.place, take))
-        self.turn()
+    def _ask(self, rank: Rank, given: int, number: int | None) -> Request:
+        request = Request()
+        self.server.call(request, "step", rank.key, rank.rank, rank.place, given, number)
+        self.requests.append(request)
+        return request
 
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         """An iterator is dropped."""
         rank = data.draw(st.sampled_from(self.ranks))
         if rank.seat is not None and data.draw(st.integers(0, 5)) == 0:
-            self.feed.rank_leaves(rank.seat)
-            self.turn()
+            self.server.leave(rank.key)
+            rank.is_over = True
 
     @rule(data=st.data())
     def advance(self, data: st.DataObject) -> None:
@@ -139,29 +132,27 @@ class Play(RuleBasedStateMachine):
     def _advance(self, rank: Rank) -> None:
         if rank.seat is None or rank.is_over:
             return
-        self.now += 1
-        self.feed.rank_asks(rank.seat, rank.given, self.now)
+        self._ask(rank, rank.given, None)
         if rank.step is None:
-            rank.step = self.start(self.feed.rank_step(rank.seat, rank.given))
-        self.turn()
+            rank.step = self._ask(rank, rank.given, rank.given)
         if not rank.step.done():
             return
         step, rank.step = rank.step, None
         if isinstance(step.exception(), (RanksError, LoaderClosedError)):
             rank.is_over = True
-            assert self.feed._reader() is not rank.seat.run or not self.parts.get((rank.run, rank.given))
-        elif (keys := step.result()) is None:
+            assert self.server.run is not rank.seat.run or not self.parts.get((rank.run, rank.given))
+        elif (found := step.result()[1]) is None:
             rank.is_over = True
             assert {len(parts) for (run, _), parts in self.parts.items() if run == rank.run} <= {len(self.ranks)}
         else:
             parts = self.parts.setdefault((rank.run, rank.given), {})
-            parts[rank.rank] = [key[-1] for key in keys]
-            costs = self.feed._parts[rank.given][rank.rank]
-            assert len(keys) <= self.feed.batch_size
-            assert self.feed._ledger.rules.max_cost is None or sum(unit.cost for unit in costs) <= 9
+            parts[rank.rank] = [key[-1] for key in found]
+            costs = self.server._parts[rank.given][rank.rank]
+            assert len(found) <= self.feed.batch_size
+            assert self.server.ledger.rules.max_cost is None or sum(unit.cost for unit in costs) <= 9
             rank.given += 1
             if self.staleness is not None:
-                assert all(self.feed.version - key[2] <= self.staleness for key in keys)
+                assert all(self.feed.version - key[2] <= self.staleness for key in found)
             if len(parts) == len(self.ranks):
                 values = [value for part in parts.values() for value in part]
                 if len(values) > len(set(values)):  # at the end: fewer than ranks
@@ -177,11 +168,9 @@ class Play(RuleBasedStateMachine):
     @rule()
     def wait_too_long(self) -> None:
         """The time of those who wait is up: all of them are told."""
-        waited = [rank for rank in self.ranks if rank.is_asking and rank.seat is not None]
-        self.now += TIMEOUT_S
-        looks = itertools.takewhile(lambda due: due is not None, iter(lambda: self.feed.look_at_ranks(self.now), ...))
-        assert len([*looks]) <= 2  # those that are in a run, and those that are not
-        self.turn()
+        waited = [rank for rank in self.ranks if rank.is_asking and not rank.is_over]
+        for _ in range(2):  # those that are in a run, and those that are not
+            self.server.look(monotonic() + 2 * TIMEOUT_S)
         assert not any(rank.is_asking for rank in waited)
 
     # ---------------------------------------------------------------------------------------------------- states
@@ -193,9 +182,12 @@ class Play(RuleBasedStateMachine):
         if len(runs) > 1 or any(rank.seat is None for rank in self.ranks) or 0 in dict(runs):
             return
         ((run, given),) = runs
-        states = [self.feed.rank_state(rank.rank, run, given) for rank in self.ranks]
+        requests = [Request() for _ in self.ranks]
+        for request in requests:
+            self.server.call(request, "state", run, given)
+        states = [request.result() for request in requests]
         assert len({state["id"] for state in states}) == 1
-        if self.feed._ranks is not None and self.feed._ranks.run is not None and self.feed._ranks.run.number == run:
+        if self.server.run is not None and self.server.run.number == run:
             self.saved = states[0], self.trained.copy()
 
     @precondition(lambda self: self.saved is not None)
@@ -208,16 +200,10 @@ class Play(RuleBasedStateMachine):
         state, self.trained = self.saved[0], self.saved[1].copy()
         self.parts = {}
         for rank in self.ranks:
-            self.feed.rank_load(rank.rank, state)
+            self.server.call(Request(), "load", rank.rank, state)
             rank.place = ("state", state["id"])
 
     def _drop(self) -> None:
-        for rank in self.ranks:
-            for task in (rank.begun, rank.step):
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, RanksError, LoaderClosedError):
-                        self.loop.run_until_complete(task)
         self.feed.close()
 
     # ------------------------------------------------------------------------------------------------- what holds
@@ -231,12 +217,12 @@ class Play(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_in_vain(self) -> None:
         """Whoever waits does so for a rank that has not begun, or not asked, or for producers."""
-        expected = [task for rank in getattr(self, "ranks", []) for task in (rank.begun, rank.step)]
-        assert all(task.done() or task in expected for task in getattr(self, "tasks", []))
+        expected = [rank.step for rank in getattr(self, "ranks", [])]
+        assert all(request.done() or request in expected for request in getattr(self, "requests", []))
         for rank in getattr(self, "ranks", []):
             if not rank.is_asking:
                 continue
-            ledger = self.feed._ledger
+            ledger = self.server.ledger
             behind = any(other.given < rank.given for other in self.ranks)
             to_do = ledger.pending or ledger._running or (ledger.has_room and not ledger.source_over)
             assert not rank.run or not (ledger.can_take() or ledger.is_over)
@@ -249,13 +235,7 @@ class Play(RuleBasedStateMachine):
         same = len({(rank.run, rank.given) for rank in self.ranks}) == 1 and self.ranks[0].run
         for rank in self.ranks:
             rank.place = ("run", rank.run, rank.given) if same else rank.place
-            rank.is_over, rank.begun, rank.given, rank.step = False, None, 0, None
-
-            def take(seat: Seat, rank: Rank = rank) -> None:
-                rank.seat = seat
-
-            rank.begun = self.start(self.feed.begin_rank(rank.rank, rank.place, take))
-            self.turn()
+            self._begin(rank)
         is_fit = all(rank.run for rank in self.ranks)
         assert is_fit or not same
         for _ in range(200 if is_fit else 0):
@@ -271,9 +251,6 @@ class Play(RuleBasedStateMachine):
             if same:
                 assert sorted(self.trained.elements()) == [*range(ITEMS)]
         self._drop()
-        self.turn()
-        self.nobody_waits_in_vain()
-        self.loop.close()
 
 
 TestPlay = Play.TestCase

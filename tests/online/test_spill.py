@@ -18,6 +18,7 @@ import torch
 
 from asyncloader import ConfigurationError, DataLoader, StateMismatchError
 from asyncloader.online import Feed, FeedClosedError
+from asyncloader.online.link import Request
 from asyncloader.online.spill import Spill
 from tests.nursery import Program
 
@@ -106,9 +107,12 @@ def test_trimming(tmp_path: Path) -> None:
 
 
 def _lease_within(feed: Feed[Any]) -> None:
-    with feed._lock:
-        if feed._try_lease(bool) is None:
-            raise TimeoutError
+    request = Request()
+    feed._server.call(request, "lease")
+    try:
+        request.result(0.3)
+    finally:
+        feed._server.withdraw(request)
 
 
 @pytest.mark.parametrize("has_source", [False, True])
@@ -141,36 +145,118 @@ def test_samples_from_a_future_that_is_gone(tmp_path: Path, has_source: bool) ->
     assert again.stats().ages == {0: 2}
 
 
+OWNER = {"kind": "Feed", "group_size": None}
+
+
+def written(folder: Path, count: int) -> Path:
+    """Write so many records to a folder; return the file."""
+    spill = Spill(folder, OWNER)
+    for number in range(count):
+        spill.write("put", number, 0, pickle.dumps(bytes(100)), 7, 1.0, 0.0)
+    spill.close()
+    (path,) = folder.glob("*.spill")
+    return path
+
+
 def test_a_record_that_is_not_whole(tmp_path: Path) -> None:
     """It was not acknowledged: those before are read."""
-    spill = Spill(tmp_path)
-    for number in range(3):
-        spill.write("put", number, bytes(100))
-    spill.close()
-    (path,) = tmp_path.glob("*.spill")
+    path = written(tmp_path, 3)
     whole = path.read_bytes()
     size = len(whole) // 3
     for lost in (1, size - 1, size, size + 1, size + 50):
         path.write_bytes(whole[:-lost])
-        found = Spill(tmp_path)
+        found = Spill(tmp_path, OWNER)
         assert found.numbers("put") == ([0, 1] if lost <= size else [0])
-        assert found.read("put", 0) == bytes(100)
-        assert found.read("put", 2) is ...
+        record, samples = found.read("put", 0) or (None, None)
+        assert record is not None
+        assert (record.version, samples) == (7, bytes(100))
+        assert found.read("put", 2) is None
         found.close()
 
 
 @pytest.mark.parametrize("tail", [bytes(12), bytes(100), b"a" * 12, b"a" * 1000], ids=["0", "zeros", "a", "aaa"])
 def test_what_is_no_record_at_the_end_of_a_file(tmp_path: Path, tail: bytes) -> None:
     """Zeros, or what is left of a longer record that failed: those before are read."""
-    spill = Spill(tmp_path)
-    spill.write("put", 0, "whole")
-    spill.close()
-    (path,) = tmp_path.glob("*.spill")
+    path = written(tmp_path, 1)
     path.write_bytes(path.read_bytes() + tail)
-    found = Spill(tmp_path)
+    found = Spill(tmp_path, OWNER)
     assert found.numbers("put") == [0]
-    assert found.read("put", 0) == "whole"
+    assert found.read("put", 0) is not None
     found.close()
+
+
+@pytest.mark.parametrize("flipped", range(0, 8 * 205, 13))
+def test_a_flipped_bit_costs_one_record(tmp_path: Path, flipped: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Wherever it is, in the samples or before them: the other records are read, and the log says what was lost."""
+    path = written(tmp_path, 3)
+    data = bytearray(path.read_bytes())
+    size = len(data) // 3
+    at = size + (flipped // 8) % size
+    data[at] ^= 1 << flipped % 8
+    path.write_bytes(data)
+    found = Spill(tmp_path, OWNER)
+    assert [number for number in range(3) if found.read("put", number) is not None] == [0, 2]
+    assert "damaged" in caplog.text
+    found.close()
+
+
+@pytest.mark.parametrize("flipped", [30, 200])
+def test_a_feed_goes_on_after_damage(tmp_path: Path, flipped: int) -> None:
+    """It has all but the one sample, and what is put after that is not lost again."""
+    feed = Feed(batch_size=1, max_samples=20, spill=tmp_path)
+    for n in range(9):
+        feed.put_nowait(n)
+    feed.close()
+    (path,) = tmp_path.glob("*.spill")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 9 * 4 + flipped % (len(data) // 9)] ^= 255
+    path.write_bytes(data)
+    for added in (9, 10):
+        feed = Feed(batch_size=1, max_samples=20, spill=tmp_path)
+        feed.put_nowait(added)
+        feed.close()
+        found = [int(value) for batch in DataLoader(feed) for value in batch]
+        assert found == [*(n for n in range(9) if n != 4), *range(9, added + 1)]
+
+
+def test_a_folder_belongs_to_one_source(tmp_path: Path) -> None:
+    """Another kind of feed is refused at once, and another source by its first item that samples were put for."""
+    feed = Feed(["a", "b", "c"], batch_size=1, spill=tmp_path)
+    with feed.lease() as item:
+        item.put("OLD")
+    feed.close()
+    for other in (partial(Feed, group_size=1), partial(Feed, range(3), group_size=1), Feed):
+        with pytest.raises(ConfigurationError, match="has samples of another feed: each run has a folder"):
+            other(batch_size=1, spill=tmp_path)
+    feed = Feed(["x", "y"], batch_size=1, spill=tmp_path)
+    with pytest.raises(StateMismatchError, match=r"item 0 of the source.*Each run has a folder of its own"):
+        feed.lease().wait()
+    feed.close()
+    again = Feed(["a", "b", "c"], batch_size=1, spill=tmp_path)
+    with again.lease() as item:
+        assert item.value == "b"
+        item.put("NEW")
+    again.close()
+    assert [sample for batch in DataLoader(again) for sample in batch] == ["OLD", "NEW"]
+
+
+def test_states_make_no_files(tmp_path: Path) -> None:
+    """Only `trim` begins another one; and a folder is read again without its samples."""
+    feed = Feed(batch_size=1, max_samples=100, spill=tmp_path)
+    for n in range(50):
+        feed.put_nowait(n)
+        state = feed.state_dict()
+    assert len(list(tmp_path.glob("*.spill"))) == 1
+    for n in range(50, 53):
+        feed.trim(state)
+        feed.put_nowait(n)
+        state = feed.state_dict()
+        assert len(list(tmp_path.glob("*.spill"))) <= 2
+    feed.close()
+    resumed = Feed(batch_size=1, max_samples=100, spill=tmp_path)
+    resumed.load_state_dict(state)
+    resumed.close()
+    assert [int(value) for batch in DataLoader(resumed) for value in batch] == [*range(53)]
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +363,8 @@ def test_files_have_new_numbers_after_all_of_them_were_deleted(tmp_path: Path) -
     for number in range(3):
         feed.put_nowait(number)
         late = feed.state_dict()
+    feed.trim(late)
+    late = feed.state_dict()
     feed.trim(late)
     assert list(tmp_path.glob("*.spill")) == []
     feed.close()

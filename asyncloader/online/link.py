@@ -1,0 +1,108 @@
+"""Links: how a feed is reached, in its process or from another one. What is asked for, and what is leased there."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from asyncloader.online.forks import generation
+
+_numbers = itertools.count(1)
+
+
+class Request(Future[Any]):
+    """A call, which may have to wait for its answer.
+
+    Attributes:
+        number: Those with less were made before.
+        attempt: Returns the answer, or `WAITS`. Called with the feed's lock held.
+        so_far: The answer if the call is withdrawn: of a put, how many samples are in.
+        outcome: The answer, and the error, when one of them is known.
+        thread: Waits for the answer; None for a task, or another process.
+        name: Of the call, where that is in another process.
+    """
+
+    attempt: Callable[[], Any]
+    so_far: Any = None
+    outcome: tuple[Any, Exception | None] = (None, None)
+    thread: threading.Thread | None = None
+    name = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = next(_numbers)
+
+    def answer(self, answer: Any, error: Exception | None = None) -> None:
+        """Have whoever waits go on."""
+        self.outcome = answer, error
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Have whoever waits go on, with the outcome."""
+        if self.set_running_or_notify_cancel():
+            answer, error = self.outcome
+            if error is None:
+                self.set_result(answer)
+            else:
+                self.set_exception(error)
+
+
+class Link(Protocol):
+    """A feed, as those who use it reach it: its server, or a connection to that."""
+
+    @property
+    def address(self) -> str:
+        """Tells the feed from others."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights, as far as it is known here."""
+
+    def call(self, request: Request, name: str, *arguments: Any) -> None:
+        """Make a call of the `FeedServer`. The request comes to its answer."""
+
+    def withdraw(self, request: Request, *, failed: bool = False) -> None:
+        """Have a call be answered now, by what it has come to so far. An item that it has leased is given back."""
+
+    def give_back(self, lease: int, *, failed: bool) -> None:
+        """Have what is leased be leased again. Also inside the garbage collector."""
+
+    def leave(self, key: str) -> None:
+        """Note that a reader is gone. Also inside the garbage collector."""
+
+
+class Leased:
+    """What is leased. When the last reference goes, it is given back, unless it was settled.
+
+    Args:
+        link: Where it was leased.
+        lease: Number of the lease, there.
+        id: The id of the item.
+        item: As the source gave it.
+        version: The version of the weights.
+        tries: How many leases of this item have failed before.
+    """
+
+    def __init__(self, link: Link, lease: int, id: int, item: Any, version: int, tries: int) -> None:
+        self.lease, self.id, self.item, self.version, self.tries = lease, id, item, version, tries
+        self._finalizer = weakref.finalize(self, _give_back, weakref.ref(link), generation(), lease)
+        self._finalizer.atexit = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was neither settled nor given back."""
+        return self._finalizer.alive
+
+    def end(self) -> None:
+        """Note that it was settled, or given back. If an interrupt comes before, it is given back again, in vain."""
+        self._finalizer.detach()
+
+
+def _give_back(link: weakref.ref[Link], process: int, lease: int) -> None:
+    """Give a lease back that was dropped. A fork leaves it to its parent."""
+    if process == generation() and (alive := link()) is not None:
+        alive.give_back(lease, failed=False)

@@ -1,0 +1,383 @@
+"""Producers: what they call, of a feed and of its handles in other processes. Leases, and samples without leases.
+
+    with feed.lease() as item:          async with feed.lease() as item:
+        item.put(sample)                    await item.put(sample)
+
+Whoever waits is a thread or a task. One that stops waiting, by a time limit for example, withdraws its call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.online.errors import FeedClosedError, FeedFullError
+from asyncloader.online.forks import generation
+from asyncloader.online.link import Leased, Link, Request
+
+
+class Producers:
+    """A feed, as producers see it. In any thread, and in tasks of any event loop."""
+
+    def lease(self) -> Lease:
+        """Wait for the next item of the source, in ``async with`` or, in a thread, in ``with``.
+
+        If the block ends without samples, the item is leased
+        again; if an error or nothing at all ended it, that counts as a failure.
+
+        Raises:
+            FeedClosedError: if there will be no more items, on entering the block.
+            ConfigurationError: if the feed has no source.
+        """
+        self._check_source()
+        return Lease(self)
+
+    def leases(self) -> Leases:
+        """Iterate over leases, with ``async for`` or, in a thread, with ``for``, until there will be no more items.
+
+        Each lease is for an ``async with`` block, or a ``with`` block, in this task or thread or another one. One that
+        is dropped gives its item back. If the feed is closed meanwhile, a put raises FeedClosedError, which ends the
+        block and goes no further.
+
+        Raises:
+            ConfigurationError: if the feed has no source.
+        """
+        self._check_source()
+        return Leases(self)
+
+    def put(
+        self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
+    ) -> Coroutine[Any, Any, None]:
+        """Put a sample, or the list of a group, that was made without a lease; wait until there is room.
+
+        If the task is cancelled meanwhile, by a time limit for example, the sample is not put. If it was put before the
+        feed heard of that, this returns, and the task is cancelled at its next ``await``, unless the time limit has
+        ended.
+
+        Args:
+            samples: One sample; with ``group_size`` a list of so many.
+            version: The version of the weights that made them, the oldest of them; by default that of the feed at the
+                call, not when there is room.
+            cost: The cost of all of them, tokens for example; by default their number.
+            priority: With ``order="priority"``: those with more come first.
+
+        Raises:
+            FeedClosedError: if the feed is closed.
+            ValueError: if the feed cannot take them.
+        """
+        return self._put([samples], self._made_with(version), cost, priority)
+
+    def put_many(self, many: Iterable[Any], *, version: int | None = None) -> Coroutine[Any, Any, None]:
+        """Put many samples, or groups, one after the other: see `put`. Those before an error are put.
+
+        If the task is cancelled meanwhile, the CancelledError says in its attribute ``num_put`` how many were put; a
+        TimeoutError of a time limit has it as its ``__cause__``.
+        """
+        return self._put(list(many), self._made_with(version), None, 0.0)
+
+    async def _put(self, many: list[Any], *details: Any) -> None:
+        request = Request()
+        try:
+            await self._answer(request, len(many).__eq__, "put", many, *details)
+        except asyncio.CancelledError as error:
+            error.num_put = request.outcome[0] or 0  # type: ignore[attr-defined]
+            raise
+
+    def put_nowait(
+        self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
+    ) -> None:
+        """Put a sample, or a group, without waiting for room: see `put`. In any thread.
+
+        Raises:
+            FeedFullError: if there is no room.
+        """
+        self.put_sync(samples, version=version, cost=cost, priority=priority, timeout=0)
+
+    def put_sync(
+        self,
+        samples: Any,
+        *,
+        version: int | None = None,
+        cost: float | None = None,
+        priority: float = 0.0,
+        timeout: float | None = None,
+    ) -> None:
+        """Put a sample, or a group, from a thread, which waits until there is room: see `put`.
+
+        Args:
+            samples: As in `put`.
+            version: As in `put`.
+            cost: As in `put`.
+            priority: As in `put`.
+            timeout: How long to wait, in seconds; None for ever.
+
+        Raises:
+            FeedFullError: if there was no room in time.
+        """
+        if not self._answer_sync("put", [samples], self._made_with(version), cost, priority, timeout=timeout):
+            raise FeedFullError(f"there was no room for another sample within {timeout} s")
+
+    @property
+    def version(self) -> int:
+        """The version of the weights. Set it when they were updated, before the next batch is asked for.
+
+        A handle knows it as of the last answer of the feed: a lease brings the newest.
+
+        Raises:
+            ValueError: for one that is no integer, or goes back.
+        """
+        return self._link().version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._answer_sync("update", version)
+
+    def _link(self) -> Link:
+        raise NotImplementedError
+
+    def _check_source(self) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def _check_has_source(has_source: bool) -> None:
+        if not has_source:
+            raise ConfigurationError("there is nothing to lease: the feed was made without a source")
+
+    def _made_with(self, version: int | None) -> tuple[int, bool]:
+        """Return the version of samples, and whether that is what is known here, not what the caller says."""
+        return (self._link().version, True) if version is None else (version, False)
+
+    async def _answer(self, request: Request, is_done: Callable[[Any], object], name: str, *arguments: Any) -> Any:
+        """Return the answer to a call. If the task is cancelled, the call is withdrawn.
+
+        Args:
+            request: The call.
+            is_done: Whether an answer that comes all the same is one to be taken: then the cancellation came too late.
+            name: Of the call.
+            arguments: Of the call.
+        """
+        link = self._link()
+        try:
+            link.call(request, name, *arguments)
+            if not request.done():
+                await self._wait(link, request, is_done)
+            return request.result()
+        finally:
+            del (
+                link,
+                request,
+            )  # an error has the frames that it was raised in, and would be in a circle with the request
+
+    @staticmethod
+    async def _wait(link: Link, request: Request, is_done: Callable[[Any], object]) -> None:
+        answered = asyncio.get_running_loop().create_future()
+        request.add_done_callback(partial(_wake, link, answered))
+        try:
+            await asyncio.wait({answered})
+        except asyncio.CancelledError:
+            link.withdraw(request)
+            await asyncio.wait({answered})
+            if request.exception() is not None or not is_done(request.result()):
+                raise
+            _cancel_later()
+
+    def _answer_sync(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
+        """Return the answer to a call, in a thread, whose handlers of signals may raise."""
+        link, request = self._link(), Request()
+        try:
+            request.thread = threading.current_thread()
+            link.call(request, name, *arguments)
+            return request.result(timeout)
+        except BaseException as error:
+            if not request.done() or isinstance(request.outcome[0], Leased):
+                link.withdraw(request)
+            if not isinstance(error, TimeoutError):
+                raise
+            return request.result()
+        finally:
+            del link, request
+
+
+class Lease:
+    """The right to make the samples of an item: what `Producers.lease` and `Producers.leases` give.
+
+    In a thread, ``with lease as item``; in a task, ``async with lease as item``. Methods may be called in any thread.
+
+    Args:
+        producers: The feed, or its handle.
+        ends_loop: It is one of a loop over leases, which ends when the feed is closed.
+
+    Attributes:
+        id: The id of the item; ascending in the order of the source.
+        value: The item, as the source gave it.
+        version: The version of the weights when the lease was given.
+        tries: How many leases of this item have failed before.
+    """
+
+    id: int
+    value: Any
+    version: int
+    tries: int
+
+    def __init__(self, producers: Producers, *, ends_loop: bool = False) -> None:
+        self._producers, self._ends_loop = producers, ends_loop
+        self._leased: Leased | None = None
+        self._is_async = False
+        self._process = generation()
+
+    def __repr__(self) -> str:
+        return "<Lease>" if self._leased is None else f"<Lease of item {self.id}, version {self.version}>"
+
+    def wait(self) -> Lease:
+        """Wait for the item, in a thread, if it is not there."""
+        if self._leased is None:
+            self._take(self._producers._answer_sync("lease"))
+        return self
+
+    async def wait_async(self) -> Lease:
+        """Wait for the item, in a task, if it is not there."""
+        if self._leased is None:
+            self._take(await self._producers._answer(Request(), lambda answer: False, "lease"))
+        self._is_async = True
+        return self
+
+    def _take(self, leased: Leased) -> None:
+        self._leased, self._link = leased, self._producers._link()
+        self.id, self.value, self.version, self.tries = leased.id, leased.item, leased.version, leased.tries
+
+    def put(self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0) -> Any:
+        """Put the sample of this item, or the list of its group, which settles the lease. A task awaits it.
+
+        Args:
+            samples: One sample; with ``group_size`` a list of so many.
+            version: The version of the weights that made them, the oldest of them; by default that of the lease.
+            cost: The cost of all of them, tokens for example; by default their number.
+            priority: With ``order="priority"``: those with more come first.
+
+        Raises:
+            LeaseLostError: if the lease has ended.
+            FeedClosedError: if the feed is closed.
+            ValueError: if the feed does not take them. The lease goes on.
+        """
+        made = samples, self.version if version is None else version, cost, priority
+        return self._put_async(made) if self._is_async else self._settle(made)
+
+    def drop(self) -> None:
+        """Settle the item without samples.
+
+        Raises:
+            LeaseLostError: if the lease has ended.
+        """
+        self._settle(None)
+
+    def retry(self) -> None:
+        """Give the item back: another producer leases it, unless it has failed more than ``max_retries`` times."""
+        leased = self._held()
+        self._link.give_back(leased.lease, failed=True)
+        leased.end()
+
+    async def _put_async(self, made: Any) -> None:
+        leased = self._held()
+        await self._producers._answer(Request(), bool, "settle", leased.lease, made)
+        leased.end()
+
+    def _settle(self, made: Any) -> None:
+        leased = self._held()
+        self._producers._answer_sync("settle", leased.lease, made)
+        leased.end()
+
+    def _held(self) -> Leased:
+        if self._leased is None:
+            raise RuntimeError("there is no item yet: `with lease as item`, or `async with`, waits for one")
+        return self._leased
+
+    def __enter__(self) -> Lease:
+        return self.wait()
+
+    async def __aenter__(self) -> Lease:
+        return await self.wait_async()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Give the item back, unless it was settled.
+
+        A task that was cancelled or interrupted has not failed, nor has one whose feed was closed. A fork of the
+        process that leaves the block, to end, leaves the lease to its parent.
+        """
+        own_end = error if isinstance(error, FeedClosedError) and error.feed == self._link.address else None
+        if self._process == generation() and (leased := self._held()).is_held:
+            failed = error is None or (isinstance(error, Exception) and own_end is None)
+            self._link.give_back(leased.lease, failed=failed)
+            leased.end()
+        return self._ends_loop and own_end is not None and not own_end.is_failure
+
+    async def __aexit__(self, *exc_info: Any) -> bool:
+        return self.__exit__(*exc_info)
+
+
+class Leases:
+    """What `Feed.leases` returns: iterates over leases, until there will be no more items.
+
+    Args:
+        producers: The feed, or its handle.
+    """
+
+    def __init__(self, producers: Producers) -> None:
+        self._producers = producers
+
+    def __iter__(self) -> Leases:
+        return self
+
+    def __next__(self) -> Lease:
+        try:
+            return Lease(self._producers, ends_loop=True).wait()
+        except FeedClosedError as error:
+            if error.is_failure:
+                raise
+            raise StopIteration from None
+
+    def __aiter__(self) -> Leases:
+        return self
+
+    async def __anext__(self) -> Lease:
+        try:
+            return await Lease(self._producers, ends_loop=True).wait_async()
+        except FeedClosedError as error:
+            if error.is_failure:
+                raise
+            raise StopAsyncIteration from None
+
+
+def _wake(link: Link, answered: asyncio.Future[None], request: Any) -> None:
+    """Have a task go on. If its loop was closed, an item that it was to be leased is another one's."""
+    try:
+        answered.get_loop().call_soon_threadsafe(_set, answered)
+    except RuntimeError:
+        link.withdraw(request)
+
+
+def _set(answered: asyncio.Future[None]) -> None:
+    if not answered.done():
+        answered.set_result(None)
+
+
+def _cancel_later() -> None:
+    """Have this task be cancelled at its next await, because a cancellation came too late for this one.
+
+    A time limit that ends with this await takes the cancellation back, and the task goes on.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        if task.cancelling():
+            task.uncancel()
+            task.cancel()
+
+    asyncio.get_running_loop().call_soon(cancel)
