@@ -417,3 +417,45 @@ def test_an_update_for_the_next_epoch_in_a_state_before_the_first_batch(is_insid
     resumed.load_state_dict(state)
     resumed.set_epoch(1)
     assert [*resumed] == second
+
+
+NESTED: dict[str, Callable[[int, int, int], DataLoader[Any]]] = {
+    "packing a mixture": lambda ranks, rank, workers: as_batches(
+        PackingBatchSampler(
+            LENGTHS,
+            block_size=100,
+            window=500,
+            sampler=MixtureSampler([1000, 2000], [1, 2], stop="all"),
+            num_replicas=ranks,
+            rank=rank,
+        ),
+        workers,
+    ),
+    "weighted, by length": lambda ranks, rank, workers: as_batches(
+        LengthBatchSampler(
+            LENGTHS, max_tokens=300, window=500, sampler=WeightedSampler(LENGTHS), num_replicas=ranks, rank=rank
+        ),
+        workers,
+    ),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [*MAKERS, *NESTED])
+def test_a_look_at_a_batch_beside_the_loop_is_not_in_its_states(kind: str, workers: int) -> None:
+    """The look begins another epoch, of the sampler and of the order within it; the loop is in its own."""
+    make = {**MAKERS, **NESTED}[kind]
+    loader = make(2, 1, workers)
+    for _ in range(2):  # in the second epoch, too
+        iterator = iter(loader)
+        taken = [next(iterator) for _ in range(4)]
+        look = iter(loader)
+        assert next(look) != taken[0]
+        taken.append(next(iterator))
+        state = json.loads(json.dumps(iterator.state_dict()))  # type: ignore[attr-defined]
+        look.close()  # type: ignore[attr-defined]
+        expected = list(itertools.islice(iterator, 6))
+        iterator.close()  # type: ignore[attr-defined]
+        resumed = make(2, 1, 1 - workers)
+        resumed.load_state_dict(state)
+        assert list(itertools.islice(resumed, 6)) == expected
