@@ -379,17 +379,19 @@ class OrderedSampler(ResumableSampler[int]):
         order = self.order()
         positions = self._positions(run.start, order.length)
         turn = order.length if order.length and order.repeats else ENDLESS
-        piece: list[int] = []
-        begin, at_once, version = 0, _FEWEST_AT_ONCE, self._version
-        while (number := run.read) < len(positions):
-            run.read += 1  # first of all: from here on `_changed_from` refuses this position
-            if number - begin == len(piece) or version != self._version:
-                with _lock:
-                    at_once = min(2 * at_once, self._most_at_once) if version == self._version else _FEWEST_AT_ONCE
-                    begin, version = number, self._version
-                    part = positions[number : number + at_once]
-                    piece = order.indices_at(np.arange(part.start, part.stop, part.step) % turn).tolist()
-            yield piece[number - begin]
+        at_once, version = _FEWEST_AT_ONCE, -1
+        while (begin := run.read) < len(positions):
+            with _lock:
+                at_once = min(2 * at_once, self._most_at_once) if version == self._version else _FEWEST_AT_ONCE
+                version = self._version
+                part = positions[begin : begin + at_once]
+                piece = order.indices_at(np.arange(part.start, part.stop, part.step) % turn).tolist()
+            for index in piece:
+                run.read += 1  # first of all: from here on `_changed_from` refuses this position
+                if version != self._version:  # it may have changed just before: it is looked up once more
+                    run.read -= 1
+                    break
+                yield index
 
     @property
     def _most_at_once(self) -> int:

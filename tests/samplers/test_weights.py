@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader import AsyncLoaderError, ConfigurationError
-from asyncloader.samplers import LengthBatchSampler, MixtureSampler, WeightedSampler
+from asyncloader.samplers import LengthBatchSampler, MixtureSampler, WeightedSampler, ordered
 from asyncloader.samplers.ordered import bare_state, newest_run, whole_state
 from asyncloader.samplers.sums import SumTree
 from asyncloader.samplers.weighted import _uniform
@@ -387,18 +387,34 @@ def test_updates_from_another_thread_are_exact_or_refused() -> None:
     assert drawn == list(itertools.islice(told, len(drawn)))
 
 
-def test_a_sample_that_is_drawn_while_its_weight_changes_waits_for_it() -> None:
+class NotingLock:
+    """Says that a thread waits for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_asked = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if self.lock.locked():
+            self.is_asked.set()
+        self.lock.acquire()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.lock.release()
+
+
+def test_a_sample_that_is_drawn_while_its_weight_changes_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread asks for it between the look at what was drawn and the change."""
+    lock = NotingLock()
+    monkeypatch.setattr(ordered, "_lock", lock)
     sampler, told = WeightedSampler(INITIAL, SAMPLES), WeightedSampler(INITIAL, SAMPLES)
-    samples, drawn = iter(sampler), []
-    drawn.append(next(samples))
+    samples = iter(sampler)
+    drawn = [next(samples)]
     reader = threading.Thread(target=lambda: drawn.append(next(samples)))
     add = sampler._weights.add
 
     def add_late(update: Any) -> None:
         reader.start()
-        while sampler.state_dict()["cursor"] < 2:  # it has claimed the sample
-            pass
+        assert lock.is_asked.wait(30)
         add(update)
 
     sampler._weights.add = add_late  # type: ignore[method-assign]
@@ -431,7 +447,7 @@ def changed_by(*changes: Change) -> list[float]:
     weights = np.array(INITIAL)
     for indices, values in changes:
         weights[indices] = values
-    return weights.tolist()
+    return [*map(float, weights)]
 
 
 def test_weights_of_long_ago_are_forgotten() -> None:
