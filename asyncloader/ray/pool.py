@@ -43,6 +43,8 @@ from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
 
+_NO_RAY = "ray.shutdown() was called while workers were needed."
+
 
 class RayWorker(Worker):
     """A worker on another machine, as the loop thread knows it.
@@ -89,7 +91,7 @@ class RayWorker(Worker):
         """Call the actor, unless there is none any more, or no Ray: a call would begin another one."""
         if self._actor is not None and ray.is_initialized():
             return getattr(self._actor, method).remote(*args)
-        self._loop.call_soon(self._on_error, LoaderClosedError("ray.shutdown() was called while workers were needed."))
+        self._loop.call_soon(self._on_error, LoaderClosedError(_NO_RAY))
         return None
 
     def _ask_actor(self, method: str, take: Callable[[Future[Any]], None]) -> None:
@@ -271,6 +273,9 @@ class RayPool(BasePool[RayWorker]):
         yield from ()
 
     def _start_one(self, worker: int, epoch: EpochSpec) -> None:
+        if not ray.is_initialized():  # or another one would begin
+            self.on_refused(_NO_RAY)
+            raise LoaderClosedError(_NO_RAY)
         actor = self._actors.remote(worker)
         started = RayWorker(worker, self._loop, actor, self, overlaps=self._spec.overlaps)
         self.processes[worker] = started
