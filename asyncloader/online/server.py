@@ -725,12 +725,15 @@ def _copied(units: list[Any]) -> list[Any]:
 
     One unit after the other, so that other threads of the interpreter have their turn; what units share stays shared.
     """
-    file = io.BytesIO()
-    pickler = Pickler(file, protocol=5)
+    file, copies = io.BytesIO(), []
+    pickler, unpickler = Pickler(file, protocol=5), pickle.Unpickler(file)
     for unit in units:
+        file.seek(0)
         pickler.dump(unit)
-    unpickler = pickle.Unpickler(io.BytesIO(file.getbuffer()))
-    return [unpickler.load() for _ in units]
+        file.truncate()
+        file.seek(0)
+        copies.append(unpickler.load())
+    return copies
 
 
 def _checksum(item: Any) -> int:

@@ -20,7 +20,8 @@ import torch
 
 from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, StateMismatchError
 from asyncloader.errors import LoaderClosedError
-from asyncloader.online import Feed, FeedClosedError, FeedFullError, LeaseLostError, Sample
+from asyncloader.online import Feed, FeedClosedError, FeedFullError, LeaseLostError, Sample, ledger
+from asyncloader.seeding.hashing import mix
 from tests.patience import wait_until
 
 WORKERS = [
@@ -1046,6 +1047,62 @@ def test_producers_wait_for_batches_that_may_be_recycled() -> None:
         feed.version = 10
         rest = [value for batch in loader for value in batch.tolist()]
     assert sorted(rest) == [*range(2, 8)]
+
+
+class Slow:
+    """Takes its time when it is pickled."""
+
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> Any:
+        self.begun.set()
+        self.goes_on.wait(20)
+        return Slow, ()
+
+
+def test_a_state_is_copied_while_producers_and_the_trainer_go_on() -> None:
+    """Whatever is in it, nobody waits for that."""
+    feed = Feed(batch_size=1, max_samples=8, fn=lambda sample: sample.id)
+    feed.put_nowait(Slow())
+    with ThreadPoolExecutor(2) as pool:
+        taking = pool.submit(feed.state_dict)
+        assert Slow.begun.wait(20)
+        pool.submit(feed.put_nowait, 1).result(10)
+        batches = iter(DataLoader(feed))
+        assert [next(batches).tolist() for _ in range(2)] == [[0], [1]]
+        assert not taking.done()
+        Slow.goes_on.set()
+        (units,) = taking.result(20)["units"]
+    assert [unit[0] for unit in units["units"]] == [0]
+
+
+def test_what_units_share_stays_shared_in_a_state() -> None:
+    """It is there once, and a view is no more than it shows."""
+    feed = Feed(batch_size=1, max_samples=64)
+    large, common = torch.zeros(64, 4096), torch.ones(1000)
+    for row in large:
+        feed.put_nowait((row, common))
+    (units,) = feed.state_dict()["units"]
+    samples = [unit[3][0] for unit in units["units"]]
+    assert all(row.untyped_storage().nbytes() == 4 * 4096 for row, _ in samples)
+    assert len({shared.untyped_storage().data_ptr() for _, shared in samples}) == 1
+
+
+@pytest.mark.parametrize("waiting", [100, 10_000])
+def test_a_random_batch_takes_as_long_however_much_waits(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw for each sample of the batch, and no more."""
+    feed = Feed(batch_size=8, max_samples=waiting, order="random", max_uses=3, seed=1)
+    for n in range(waiting):
+        feed.put_nowait(n)
+    drawn: list[int] = []
+
+    def counted(*numbers: int) -> int:
+        drawn.append(1)
+        return mix(*numbers)
+
+    monkeypatch.setattr(ledger, "mix", counted)
+    feed._server.ledger.take()
+    assert len(drawn) == 8
 
 
 def test_a_reader_whose_feed_loads_a_state() -> None:

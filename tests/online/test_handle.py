@@ -24,6 +24,7 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.online import Feed, FeedClosedError, FeedHandle, LeaseLostError
+from asyncloader.online.wire import parts_of
 from tests.patience import wait_until
 
 CONTEXTS = ["fork", "spawn"]
@@ -565,6 +566,22 @@ async def test_large_arrays() -> None:
     assert torch.equal(batch[1], torch.ones(1000, 1000))
     handle.close()
     feed.close()
+
+
+def test_views_travel_without_the_memory_around_them(tmp_path: Path) -> None:
+    """In messages, and in the folder: rows of a batch are what engines return."""
+    rows = torch.arange(64 * 4096).reshape(64, 4096)
+    sent = sum(memoryview(part).nbytes for row in rows for part in parts_of(1, ("put", [row])))
+    assert rows.nbytes < sent < 1.1 * rows.nbytes
+    feed: Feed[torch.Tensor] = Feed(batch_size=64, max_samples=64, spill=tmp_path)
+    for row in rows:
+        feed.put_nowait(row)
+    feed.close()
+    assert rows.nbytes < sum(path.stat().st_size for path in tmp_path.iterdir()) < 1.1 * rows.nbytes
+    again: Feed[torch.Tensor] = Feed(batch_size=64, max_samples=64, spill=tmp_path)
+    again.close()
+    (batch,) = DataLoader(again)
+    assert torch.equal(batch, rows)
 
 
 async def _first(feed: Feed[Any]) -> Any:
