@@ -104,6 +104,7 @@ class Door:
             task = asyncio.create_task(connection.serve())
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
+            task.add_done_callback(partial(_close, sock))  # also of one that was cancelled before it began
 
 
 class _Connection:
@@ -184,3 +185,7 @@ class _Connection:
     def _send(self, number: int, error: Exception | None, value: Any) -> None:
         server = self._server()
         self._channel.send(number, (error, value, 0 if server is None else server.version))
+
+
+def _close(sock: socket.socket, task: asyncio.Task[None]) -> None:
+    sock.close()

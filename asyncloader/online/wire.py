@@ -81,8 +81,10 @@ class Channel:
             pass
         finally:
             sending.cancel()
-            await asyncio.wait({sending})
-            self._sock.close()
+            try:
+                await asyncio.wait({sending})
+            finally:  # also if this is cancelled here
+                self._sock.close()
 
     def close(self) -> None:
         """End the connection. In any thread, and in the garbage collector."""

@@ -347,7 +347,8 @@ async def test_a_lease_that_came_before_the_task_was_cancelled() -> None:
     handle = feed.handle()
     for _ in range(3):
         task = asyncio.create_task(_wait(handle))
-        await asyncio.sleep(0)
+        with feed._server._lock:  # the task waits before there is an answer
+            await asyncio.sleep(0)
         wait_until(lambda: feed.stats().running == 1 and is_answered(handle))  # without letting the loop go on
         task.cancel()
         await asyncio.wait({task})

@@ -166,7 +166,7 @@ def test_a_rank_that_is_killed() -> None:
         with pytest.raises(RanksError, match="rank 1 has left this run, after 0 steps"):
             for _ in range(8):
                 next(batches)
-        assert sorted(values) == [[0], [1]]
+        assert len({value for batch in values for value in batch}) == 2
         stats = feed.stats()
         assert stats.ready + stats.in_batches + stats.counts["trained"] == 8
     for end in (receiving, sending):
