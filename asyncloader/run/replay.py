@@ -33,7 +33,7 @@ from asyncloader.run.data_rank import data_rank
 from asyncloader.run.device_iterator import on_device
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.inline_iterator import InlineIterator
-from asyncloader.run.plan import digest, order_generators, samplers_within
+from asyncloader.run.plan import digest, samplers_within
 from asyncloader.run.rng_snapshot import DRAW_FROM_TORCH, KNOWN_SAMPLERS, draws_once
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
@@ -182,10 +182,11 @@ def _put(twin: Any, state: dict[str, Any], options: Options) -> dict[str, Any]:
     if (batches := state["drawn"]) == 0:
         return state
     at_first = {**state, "drawn": 0, **({"position": 0} if state["passes"] else {})}
-    rng = order_generators(options)
-    before = rng.capture()
+    own = options.generator  # of the copy; the order is drawn from no generator, and others' are not to be moved
+    before = None if own is None else own.get_state()
     next(_begun(twin, options, at_first).plan, None)  # now its newest iterator is that of this run
-    rng.restore(before)  # which may be those that the trainer has set for this run
+    if own is not None and before is not None:
+        own.set_state(before)  # which may be what the trainer has set for this run
     after = sampler.state_after(batches * (index_sampler.batch_size if is_wrapped else 1))
     there = Frozen({"sampler": after, "iterator": None}).plain()
     return {**state, "samplers": there, "drawn": 0, "passes": [], "finished": False}
