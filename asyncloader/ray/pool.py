@@ -44,6 +44,8 @@ from asyncloader.worker.guarded_loop import GuardedLoop
 log = logging.getLogger("asyncloader")
 
 _NO_RAY = "ray.shutdown() was called while workers were needed."
+_LOOK_S = 1.0
+"""So often a look is taken whether Ray is there: calls that are on their way when it is shut down may never end."""
 
 
 class RayWorker(Worker):
@@ -91,7 +93,7 @@ class RayWorker(Worker):
         """Call the actor, unless there is none any more, or no Ray: a call would begin another one."""
         if self._actor is not None and ray.is_initialized():
             return getattr(self._actor, method).remote(*args)
-        self._loop.call_soon(self._on_error, LoaderClosedError(_NO_RAY))
+        self._loop.call_soon(self.on_error, LoaderClosedError(_NO_RAY))
         return None
 
     def _ask_actor(self, method: str, take: Callable[[Future[Any]], None]) -> None:
@@ -113,7 +115,7 @@ class RayWorker(Worker):
         if not self.is_alive:
             return
         if (error := answer.exception()) is not None:
-            self._on_error(error)
+            self.on_error(error)
             return
         hello = answer.result()
         self._node, self.pid = hello.node, hello.pid
@@ -130,7 +132,7 @@ class RayWorker(Worker):
         if not self.is_alive:
             return
         if (error := answer.exception()) is not None:
-            self._on_error(error)
+            self.on_error(error)
             return
         messages = answer.result()
         if messages[-1].kind != Kind.END:  # a call that is never answered would keep the actor
@@ -153,7 +155,7 @@ class RayWorker(Worker):
             elif buffers is None or buffers.exception() is None:
                 self._owner.on_heard(self, message, buffers and buffers.result(), arrived_at)
             else:  # a batch is lost, with the actor as a rule: no outcome would stand for it
-                self._on_error(buffers.exception())
+                self.on_error(buffers.exception())
 
     # ------------------------------------------------------------------------------------------------------- the end
 
@@ -182,7 +184,7 @@ class RayWorker(Worker):
         self._actor = None  # Ray ends an actor that nobody refers to, which runs what the user has registered for that
         self._gone()
 
-    def _on_error(self, error: BaseException | None) -> None:
+    def on_error(self, error: BaseException | None) -> None:
         """An answer of the actor will not come. Ray does not say whether the node has gone too, but for humans."""
         if not self.is_alive:
             return
@@ -263,14 +265,24 @@ class RayPool(BasePool[RayWorker]):
         self._slabs.live_on(loop.loop)
         self._slabs.handle()
         self._slabs.enlist(self)
+        self._look: TimerHandle | None = None
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Ask Ray for all actors; there is nothing left to launch. They come when there is room for them."""
         self._epoch = epoch
         for worker in range(self._spec.num_workers):
             self._start_one(worker, epoch)
+        self._look_for_ray()
         started()
         yield from ()
+
+    def _look_for_ray(self) -> None:
+        """End the run soon after Ray was shut down."""
+        if ray.is_initialized():
+            self._look = self._loop.call_later(_LOOK_S, self._look_for_ray)
+            return
+        for worker in self._everyone():
+            worker.on_error(LoaderClosedError(_NO_RAY))
 
     def _start_one(self, worker: int, epoch: EpochSpec) -> None:
         if not ray.is_initialized():  # or another one would begin
@@ -349,6 +361,8 @@ class RayPool(BasePool[RayWorker]):
         return memory
 
     def _close(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
         self._slabs.retire(self)
         super()._close()
 

@@ -283,7 +283,7 @@ def test_what_ray_refuses_ends_the_run(cluster: Any) -> None:
 
 
 def test_a_run_ends_when_ray_is_shut_down() -> None:
-    """And no other Ray is begun by it. Where Ray tells nothing, that is after a minute, when the worker is asked."""
+    """And no other Ray is begun by it; also where Ray tells nothing of calls that were on their way."""
     program = (
         "import ray; from tests.clusters.datasets import Slow; from asyncloader import DataLoader\n"
         "from asyncloader.ray import RayWorkers\n"
