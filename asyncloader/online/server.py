@@ -648,9 +648,10 @@ class FeedServer:
                 else:
                     queues.remove(queue)
             # Also if no producer was answered: one that asks in vain learns that the source has ended.
-            waiting, self._readers = self._readers, []
-            self._readers = [request for request in waiting if not self._try(request)]
-            was_answered = len(self._readers) < len(waiting)
+            # In place: whoever comes next has the list in hand, and waits for the lock.
+            before = len(self._readers)
+            self._readers[:] = [request for request in self._readers if not self._try(request)]
+            was_answered = len(self._readers) < before
 
     def _soon(self, call: Callable[[], object]) -> None:
         """Have this be done with the lock held: now, or by who has it. In any thread, and in the garbage collector."""
