@@ -1115,3 +1115,17 @@ def test_a_reader_whose_feed_loads_a_state() -> None:
         feed.load_state_dict(state)
         with pytest.raises(LoaderClosedError, match="another iterator"):
             waiting.result(10)
+
+
+def test_a_reader_that_comes_while_others_are_answered() -> None:
+    """It is not forgotten: whoever has the lock answers those who wait, and this one waits for the lock."""
+    feed = Feed[int](batch_size=1)
+    keys: Any = iter(feed.make_batch_sampler())
+    keys.follow(int)
+    with ThreadPoolExecutor(1) as pool:
+        with feed._server._lock:
+            reading = pool.submit(next, keys)
+            wait_until(lambda: keys._next is not None)
+            feed._server._serve()
+        feed.put_nowait(0)
+        assert len(reading.result(10)) == 1
