@@ -143,6 +143,33 @@ def test_two_iterators_over_one_place_are_told(num_workers: int, caplog: pytest.
     loader.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "prefetch_factor": 8}])
+def test_an_epoch_that_was_read_to_its_end_before_a_look_is_followed_by_it(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The look has read the sampler last, so the next epoch begins where it has left that."""
+
+    def train(*, is_cut: bool) -> list[Any]:
+        def make() -> DataLoader[Any]:
+            return DataLoader(range(10**5), 3, sampler=Lazy(), max_buffered_bytes=0 if options else 2**26, **options)  # type: ignore[arg-type]
+
+        loader, found = make(), []
+        iterator = iter(loader)
+        found += [next(iterator).tolist() for _ in range(6)]
+        next(iter(loader))
+        assert next(iterator, None) is None
+        if is_cut:
+            state = saved(loader)
+            loader.close()
+            loader = make()
+            loader.load_state_dict(state)
+        found += [batch.tolist() for batch in loader]
+        loader.close()
+        return found
+
+    assert train(is_cut=True) == train(is_cut=False) or (IN_TURNS in caplog.text and not options)
+
+
 class Once(Sampler[int]):
     """Draws its order when it is iterated over, from Python's or numpy's generator."""
 

@@ -246,10 +246,14 @@ class Checkpointer:
         """Return the run in the form that workers receive, as that of this number in their pool."""
         return EpochSpec(number, self.key, self.shared_seed, starts, epochs, 0, self.epoch, self.generators)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as of what was yielded so far."""
+    def state_dict(self, newest: Checkpointer | None = None) -> dict[str, Any]:
+        """Return the state as of what was yielded so far.
+
+        Args:
+            newest: The run that has read the sampler last, for a look beside this one: the next run comes after that.
+        """
         with self.progress.lock:
-            state = self._after_the_run() if self.progress.finished else self._within_the_run()
+            state = self._after_the_run(newest or self) if self.progress.finished else self._within_the_run()
         if untold := self.progress.now.untold:
             self.warn(
                 f"The state of the dataset could not be taken ({untold}). "
@@ -296,8 +300,8 @@ class Checkpointer:
             return SamplerState(None)
         return SamplerState(samplers.state, 0, (*samplers.passes, answers))
 
-    def _after_the_run(self) -> dict[str, Any]:
-        samplers = self.samplers_after()
+    def _after_the_run(self, newest: Checkpointer) -> dict[str, Any]:
+        samplers = newest.samplers_after()
         if samplers.state is None:
             samplers = SamplerState(own_state(self.options.index_sampler))
         carried = self.carried()

@@ -98,10 +98,14 @@ class Runs:
 
         Something else may have begun a run beside this one, for a look: later epochs come after that one, too.
         """
-        state, progress = run.state_dict(), run.progress
-        is_shared = self._is_sampler_shared or (progress.asked_alone is not None and not progress.finished)
-        if is_shared and keeps_place(run.options.index_sampler):
-            run.warn(_SHARED)
+        newest = self.past[-1] if self.past else run
+        has_others = newest is not run or self._is_sampler_shared
+        if has_others and keeps_place(run.options.index_sampler):
+            state = run.state_dict(newest)
+            if self._is_sampler_shared or not state["finished"]:
+                run.warn(_SHARED)
+        else:
+            state = run.state_dict()
         return {**state, "epoch" if state["finished"] else "begun": self.begun}
 
     @property
