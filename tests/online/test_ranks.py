@@ -204,6 +204,9 @@ class Play(RuleBasedStateMachine):
             rank.place = ("state", state["id"])
 
     def _drop(self) -> None:
+        for request in self.requests:  # of processes that have gone
+            if not request.done():
+                self.server.withdraw(request)
         self.feed.close()
 
     # ------------------------------------------------------------------------------------------------- what holds
