@@ -148,8 +148,13 @@ class Ledger:
 
     @property
     def has_room(self) -> bool:
-        """Whether another unit is admitted."""
-        return len(self.units) < self.rules.limit
+        """Whether another unit is admitted.
+
+        With a bound, a batch that was formed with fewer units counts as a whole one: what would be admitted in their
+        place is not trained with it, but later.
+        """
+        gaps = 0 if self.rules.max_staleness is None else self.formed * self.rules.size - self.done * self.rules.size
+        return len(self.units) + max(0, gaps - self.num_in_batches) < self.rules.limit
 
     @property
     def num_running(self) -> int:
