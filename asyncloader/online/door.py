@@ -79,32 +79,40 @@ class Door:
             runner.run(self._serve_all())
 
     async def _serve_all(self) -> None:
-        accepting, ended = asyncio.create_task(self._accept()), asyncio.create_task(self._ended.wait())
+        ended = asyncio.create_task(self._ended.wait())
+        self._listen()
         await self._closed.wait()
-        accepting.cancel()
-        await asyncio.wait({accepting})
+        self._loop.remove_reader(self._listener)
         self._listener.close()
         with suppress(FileNotFoundError):
             os.unlink(self.path)
         while self._connections and not ended.done():
             await asyncio.wait({ended, *self._connections}, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(self._listener)
-            except OSError as error:  # there are too many descriptors, for example
-                log.warning("A handle could not connect to its feed, and is accepted later: %s", error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if peer(sock) not in (os.geteuid(), _ROOT):
-                sock.close()
-                continue
-            connection = _Connection(Channel(keep_from_forks(sock), self._loop), self._server)
-            task = asyncio.create_task(connection.serve())
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
-            task.add_done_callback(partial(_close, sock))  # also of one that was cancelled before it began
+    def _listen(self) -> None:
+        if not self._closed.is_set():
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Take one connection in. Not `sock_accept`: a task that is cancelled as it returns would lose a connection."""
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:  # whoever came has gone
+            return
+        except OSError as error:  # there are too many descriptors, for example
+            log.warning("A handle could not connect to its feed, and is accepted later: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_RETRY_S, self._listen)
+            return
+        if peer(sock) not in (os.geteuid(), _ROOT):
+            sock.close()
+            return
+        sock.setblocking(False)
+        connection = _Connection(Channel(keep_from_forks(sock), self._loop), self._server)
+        task = self._loop.create_task(connection.serve())
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        task.add_done_callback(partial(_close, sock))  # also of one that was cancelled before it began
 
 
 class _Connection:

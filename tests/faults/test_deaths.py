@@ -465,7 +465,7 @@ def test_a_main_module_that_cannot_be_imported_again_is_said_once(start_method: 
     is_of_server = start_method == "forkserver" and sys.version_info[:2] == (3, 14)
     told, other = (done.stderr, done.stdout) if is_of_server else (done.stdout, done.stderr)
     assert told.count("ImportError: no such library here") == 1
-    assert f'File "{program}", line 3' in told
+    assert f'File "{program}", line 4' in told
     assert ("__main__ has to have its" in other) if is_of_server else (other == "")
     assert "collate_fn" not in done.stdout + done.stderr
 

@@ -9,10 +9,10 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -760,15 +760,15 @@ def test_a_fork_within_a_lease(start: Callable[..., Any]) -> None:
 async def test_a_door_that_cannot_accept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It tries again: the descriptors that were lacking are there later."""
     feed, tries = Feed([7], batch_size=1), []
-    accept = BaseSelectorEventLoop.sock_accept
+    accept = socket.socket.accept
 
-    async def scarce(loop: Any, sock: Any) -> Any:
-        tries.append(sock)
+    def scarce(listener: socket.socket) -> Any:
+        tries.append(listener)
         if len(tries) == 1:
             raise OSError(24, "Too many open files")
-        return await accept(loop, sock)
+        return accept(listener)
 
-    monkeypatch.setattr(BaseSelectorEventLoop, "sock_accept", scarce)
+    monkeypatch.setattr(socket.socket, "accept", scarce)
     handle = feed.handle()
     async with handle.lease() as item:
         await item.put(item.value)
