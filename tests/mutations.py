@@ -158,15 +158,15 @@ MUTATIONS = (
     Mutation(
         "the state after a resume counts from the beginning",
         "samplers/ordered.py",
-        "int(self._run.start + items * self.num_replicas)",
+        "int(run.start + items * self.num_replicas)",
         "int(items * self.num_replicas)",
         "samplers/test_elastic.py",
     ),
     Mutation(
         "set_epoch of the same epoch drops a state",
         "samplers/ordered.py",
-        "        if epoch != self.epoch:\n",
-        "        if epoch >= 0:\n",
+        "        if number != self.epoch:\n",
+        "        if number >= 0:\n",
         "samplers test_resume.py",
     ),
     Mutation(
@@ -340,8 +340,8 @@ MUTATIONS = (
     Mutation(
         "after loading a state with other weights, the length of the epoch is the old one",
         "samplers/windows.py",
-        "        self._counted = None  # the state of a mixture may have other weights\n",
-        "",
+        "of_what = self.epoch, self.sampler.epoch, self.sampler._reading, self.sampler._version",
+        "of_what = self.epoch, self.sampler.epoch",
         "samplers/test_windows.py samplers/test_packing.py samplers/test_mixture.py",
     ),
     Mutation(
@@ -354,8 +354,8 @@ MUTATIONS = (
     Mutation(
         "padding is computed from the shortest sample of a batch",
         "samplers/length_batches.py",
-        "(padded[np.cumsum(sizes) - sizes] * sizes)",
-        "(padded[np.cumsum(sizes) - 1] * sizes)",
+        "(padded[by_length][np.cumsum(sizes) - sizes] * sizes)",
+        "(padded[by_length][np.cumsum(sizes) - 1] * sizes)",
         "samplers/test_length_batches.py",
     ),
     Mutation(
@@ -403,7 +403,7 @@ MUTATIONS = (
     Mutation(
         "host memory is let go of while copies read it",
         "device/device.py",
-        "        self.memory = (batch, *tensors_in(batch))\n",
+        "        self.memory = batch, tensors, [each.detach() for each in tensors]\n",
         "        self.memory = ()\n",
         "run/test_device_iterator.py",
     ),
@@ -424,8 +424,8 @@ MUTATIONS = (
     Mutation(
         "a program that is ahead of its device fills that with batches",
         "run/device_iterator.py",
-        "            self._steps.popleft().synchronize()\n",
-        "            self._steps.popleft()\n",
+        "            self._begun.popleft().synchronize()\n",
+        "            self._begun.popleft()\n",
         "run/test_device_iterator.py",
     ),
     Mutation(
