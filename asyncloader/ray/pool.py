@@ -96,9 +96,18 @@ class RayWorker(Worker):
         self._loop.call_soon(self.on_error, LoaderClosedError(_NO_RAY))
         return None
 
-    def _ask_actor(self, method: str, take: Callable[[Future[Any]], None]) -> None:
+    def _ask_actor(self, method: str, take: Callable[[Any], None]) -> None:
+        """Call a method, and take what it returns; what it raises ends the worker."""
         if (ref := self._call(method)) is not None:
-            self._await(ref, take)
+            self._await(ref, partial(self._on_answer, take))
+
+    def _on_answer(self, take: Callable[[Any], None], answer: Future[Any]) -> None:
+        if not self.is_alive:
+            return
+        if (error := answer.exception()) is not None:
+            self.on_error(error)
+        else:
+            take(answer.result())
 
     def _await(self, ref: Any, take: Callable[[Future[Any]], None]) -> Future[Any]:
         """Have an answer of the actor taken on the loop. Ray tells of it in a thread of its own."""
@@ -111,13 +120,7 @@ class RayWorker(Worker):
         future.add_done_callback(post)
         return future
 
-    def _on_hello(self, parts: Any, are_read_only: Sequence[bool], epoch: EpochSpec, answer: Future[Hello]) -> None:
-        if not self.is_alive:
-            return
-        if (error := answer.exception()) is not None:
-            self.on_error(error)
-            return
-        hello = answer.result()
+    def _on_hello(self, parts: Any, are_read_only: Sequence[bool], epoch: EpochSpec, hello: Hello) -> None:
         self._node, self.pid = hello.node, hello.pid
         if not self._owner.accepts(hello):
             self.kill()
@@ -128,13 +131,7 @@ class RayWorker(Worker):
     def _listen(self) -> None:
         self._ask_actor("hear", self._on_heard)
 
-    def _on_heard(self, answer: Future[list[Message]]) -> None:
-        if not self.is_alive:
-            return
-        if (error := answer.exception()) is not None:
-            self.on_error(error)
-            return
-        messages = answer.result()
+    def _on_heard(self, messages: list[Message]) -> None:
         if messages[-1].kind != Kind.END:  # a call that is never answered would keep the actor
             self._listen()
         for message in messages:
@@ -227,8 +224,8 @@ class RayWorker(Worker):
             self.on_awaits("Its actor is pending: Ray has not started it yet (see `ray status`).\n")
         elif self._overlaps:
             self.put(Kind.WHERE, ticket)
-        else:
-            self._ask_actor("where", self._on_where)
+        elif (ref := self._call("where")) is not None:  # an error ends nothing here: `hear` tells of it
+            self._await(ref, self._on_where)
 
     def _on_where(self, answer: Future[str]) -> None:
         if answer.exception() is None:
