@@ -1,6 +1,6 @@
 """Finish batches on a thread beside the loop: copy them into page-locked memory for the GPU.
 
-    loop thread ── finish(make, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
+    loop thread ── finish(held, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
 
 The slab that the batch came in is free again when the copy is made.
 """
@@ -35,19 +35,19 @@ class Finisher:
     def __init__(self, loop: GuardedLoop, device: Device) -> None:
         self._loop = loop
         self._device = device
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Outcome], Tell] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[list[Outcome], Tell] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def finish(self, make: Callable[[], Outcome], tell: Tell) -> None:
+    def finish(self, held: list[Outcome], tell: Tell) -> None:
         """Have a batch pinned.
 
         Args:
-            make: Returns the batch. The thread drops it, with the data that it refers to, before these are pinned.
+            held: The batch alone. The thread takes it out, so that nothing else refers to the data when it drops them.
             tell: Called on the loop with the batch or the error, and how many seconds pinning took.
         """
         if self._thread is None:
             self._thread = threads.start(self._run, "asyncloader finish")
-        self._queue.put((make, tell))
+        self._queue.put((held, tell))
 
     def stop(self) -> None:
         """End the thread after the batch in work."""
@@ -71,20 +71,16 @@ class Finisher:
         torch.set_num_threads(1)
         self._device.select()
         while (job := self._queue.get()) is not None:
-            make: Any
-            batch: Outcome | None
-            make, tell = job
-            job = batch = error = None
+            held, tell = job
+            batch: Any = held.pop()
+            job = error = None
             began = perf_counter()
             try:
-                batch = make()
-                make = None
-                began = perf_counter()
                 batch = batch._replace(data=_pinned(batch.data, self._device))
             except BaseException as raised:
                 batch, error = None, raised
             self._loop.call_soon_threadsafe(tell, batch, error, perf_counter() - began)
-            del make, tell, batch, error
+            del held, tell, batch, error
 
 
 def _pinned(data: Any, device: Device) -> Any:

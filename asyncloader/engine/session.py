@@ -360,7 +360,7 @@ class Session:
         if self._finisher is None:
             return run.scheduler.ready(item.batch, item, outcome.nbytes)
         emptied = item._replace(outcome=outcome._replace(data=None))
-        self._finisher.finish([outcome].pop, partial(self._on_finished, run, emptied))
+        self._finisher.finish([outcome], partial(self._on_finished, run, emptied))
         return []
 
     def _on_finished(
