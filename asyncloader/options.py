@@ -230,11 +230,6 @@ class Options:
         return max(1, self.num_workers)
 
     @property
-    def num_expected(self) -> int:
-        """How many workers were asked for, those that are yet to come included."""
-        return self.num_workers
-
-    @property
     def prefetch(self) -> int:
         """Batches in flight or waiting for each place: torch's number, or what `concurrency` needs."""
         return max(self.prefetch_factor or (2 if self.has_workers else 1), self.tickets_at_once)

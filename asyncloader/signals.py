@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from itertools import starmap
 from types import TracebackType
 from typing import Any
 
@@ -96,30 +95,6 @@ class HandlersWait:
         if self._thread != threading.get_ident():
             self._came.clear()
             self._set_again()
-
-    def let_in(self, call: Callable[..., Any], *arguments: Any) -> tuple[bool, list[Any], BaseException | None]:
-        """Call somebody else's code, during which handlers are called.
-
-        What a handler raises when the call has returned waits for the end: what was returned is not lost.
-
-        Returns:
-            Whether the call has begun, what it has returned, if it has, and otherwise what was raised.
-        """
-        results: list[Any] = []
-        calls = iter((arguments,))
-        raised: BaseException | None = None
-        try:
-            try:
-                self.end()
-                results.extend(starmap(call, calls))  # no handler is called between the return and the list
-            finally:
-                self.begin()
-        except BaseException as error:
-            self.begin()
-            raised = error
-        if results:
-            self._error, raised = raised, None
-        return next(calls, None) is None, results, raised
 
 
 def _with_handlers() -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from asyncloader import DataLoader
 from tests import inside
 
-_DEFAULTS = {"num_at_start": 2, "num_expected": 0, "prefetch": 2, "max_buffered_bytes": 0}
+_DEFAULTS = {"num_at_start": 2, "num_workers": 0, "prefetch": 2, "max_buffered_bytes": 0}
 
 
 class _Chosen:

@@ -77,7 +77,7 @@ class Scheduler:
         self._options = options
         self.num_workers = num_workers = options.num_at_start
         self._prefetch = options.prefetch
-        self._window_asked = max(num_workers, options.num_expected) * self._prefetch
+        self._window_asked = max(num_workers, options.num_workers) * self._prefetch
         self._static = options.scheduling == "static" or options.is_iterable
         self._in_order = options.in_order
         self._overlaps = options.tickets_at_once > 0

@@ -64,7 +64,7 @@ class Workforce:
     """
 
     def __init__(self, options: Options) -> None:
-        self.wanted = set(range(max(options.num_at_start, options.num_expected)))
+        self.wanted = set(range(max(options.num_at_start, options.num_workers)))
         self.renewing: int | None = None
         self.is_finishing = False
         self._coming = self.wanted - set(range(options.num_at_start))  # started, or to be, and not ready

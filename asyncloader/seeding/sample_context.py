@@ -6,7 +6,6 @@ each sample has its own.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from operator import length_hint
@@ -109,16 +108,6 @@ class SampleContext:
             return self.number, part
         return self.batch, part | (self.position + _BEFORE_SAMPLES) << 32
 
-    @property
-    def has_generator(self) -> bool:
-        """Whether the sample has asked for its `generator`."""
-        return self._made_for == self.position
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks of the sample were seeded by themselves."""
-        return self._blocks[1] if self._blocks[0] == self.position else 0
-
     def of(self, position: int) -> SampleContext:
         """Return the context of a sample, in that of its batch; the same one each time."""
         if self._samples is None:
@@ -185,20 +174,6 @@ def enter(
     sample = SampleContext(seeder, batch, position, first, switch)
     current.set(sample)
     return sample
-
-
-@contextlib.contextmanager
-def sample_at(position: int) -> Iterator[None]:
-    """Make what runs in the block that of a sample, where the samples of a batch are made in one call."""
-    batch = current.get(None)
-    if batch is None or batch.position != BATCH:
-        yield
-        return
-    outside = current.set(batch.of(position))
-    try:
-        yield
-    finally:
-        current.reset(outside)
 
 
 def here() -> SampleContext:

@@ -612,7 +612,7 @@ def test_workers_that_join_take_no_more_than_the_byte_budget() -> None:
 
 def test_workers_that_were_asked_for_have_their_window_also_when_they_come_late() -> None:
     """Whoever names their number accepts what they hold; those beyond it, and those who are not there, add nothing."""
-    scheduler = make(num_at_start=0, num_expected=4, max_buffered_bytes=1)
+    scheduler = make(num_at_start=0, num_workers=4, max_buffered_bytes=1)
     assert windows(scheduler, scheduler.joined, 0, 1) == [2, 4]
     scheduler.planned(range(4))
     scheduler.returned(0, 0)

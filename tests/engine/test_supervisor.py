@@ -111,9 +111,9 @@ async def test_others_do_what_a_worker_had_that_is_lost_with_its_machine() -> No
 async def test_a_run_whose_last_worker_could_not_be_started_ends() -> None:
     """It has begun without any, and none would come."""
     pool, session = Pool(), Session()
-    supervisor = Supervisor(Timers(), pool, deciders.options(num_at_start=0, num_expected=2))  # type: ignore[arg-type]
+    supervisor = Supervisor(Timers(), pool, deciders.options(num_at_start=0, num_workers=2))  # type: ignore[arg-type]
     supervisor.attach(session)  # type: ignore[arg-type]
-    session.run.scheduler = Scheduler(deciders.options(num_at_start=0, num_expected=2))
+    session.run.scheduler = Scheduler(deciders.options(num_at_start=0, num_workers=2))
     ended: Any = SimpleNamespace(is_lost=False, was_set_up=True, pid=7, exitcode=3, output=b"no torch")
     supervisor.on_died(0, ended)
     assert session.applied == []

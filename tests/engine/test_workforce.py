@@ -155,7 +155,7 @@ def test_one_that_is_not_wanted_before_it_is_ready_goes_at_once() -> None:
 
 def test_a_run_may_begin_before_the_first_of_its_workers() -> None:
     """They are being started, and join as they come; one that is not wanted any more goes."""
-    workforce, roster = Workforce(deciders.options(num_at_start=0, num_expected=3)), Roster(0, 0)
+    workforce, roster = Workforce(deciders.options(num_at_start=0, num_workers=3)), Roster(0, 0)
     processes: Any = {worker: Place(False) for worker in range(3)}
     assert workforce.settle(roster, processes) == []
     assert workforce.ready(1, roster) == [Join(1)]

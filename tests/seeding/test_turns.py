@@ -21,7 +21,7 @@ from asyncloader import sample_rng, sample_seed
 from asyncloader.errors import LoaderClosedError
 from asyncloader.seeding import turns
 from asyncloader.seeding.generators import left_alone
-from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, SampleContext, current, sample_at
+from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, SampleContext, current
 from asyncloader.seeding.seeder import Seeder
 from tests import inside
 from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
@@ -83,7 +83,7 @@ def test_the_trainer_has_its_generators_back() -> None:
         expected = draw()
     within(SampleContext(SEEDER, 0, 0, first=0))
     outside = current.set(SampleContext(SEEDER, 0, BATCH, first=0))
-    with pytest.raises(KeyError), sample_at(0), sample_seed():
+    with pytest.raises(KeyError), sample_seed(0):
         raise KeyError
     current.reset(outside)
     assert draw() == expected
