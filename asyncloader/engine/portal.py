@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, InvalidStateError
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,7 @@ from asyncloader.backends.processes.process import kill_all
 from asyncloader.engine import exits
 from asyncloader.engine.answer import Answer
 from asyncloader.errors import ConfigurationError, LoaderClosedError, could_not_start, exiting, on_the_loop
+from asyncloader.seeding.sample_context import tell_tasks_apart
 from asyncloader.signals import HandlersWait
 from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.loops import run_forever
@@ -66,6 +68,7 @@ class Portal:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = _new_event_loop()
+        tell_tasks_apart(self.loop)
         self.sessions: set[Closeable] = set()  # touched by the loop thread only
         self.is_closing = False  # written by the loop thread
         self.is_closed = False
@@ -280,7 +283,9 @@ def _fulfil(future: Future[T], function: Callable[..., T], args: tuple[object, .
 
 
 def _await(future: Future[T], coroutine: Coroutine[Any, Any, T]) -> None:
-    asyncio.ensure_future(coroutine).add_done_callback(partial(_tell, future))
+    # With a context, as `asyncio.Runner` gives one: it is the sample's own coroutine, and no task of the sample.
+    task = asyncio.get_running_loop().create_task(coroutine, context=copy_context())
+    task.add_done_callback(partial(_tell, future))
 
 
 def _tell(future: Future[T], task: asyncio.Future[T]) -> None:

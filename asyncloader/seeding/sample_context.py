@@ -6,14 +6,16 @@ each sample has its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextvars import ContextVar
+import asyncio
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, copy_context
+from functools import partial
 from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncloader.seeding.hashing import mix
+from asyncloader.seeding.hashing import mix, mix_on
 from asyncloader.seeding.seeder import COLLATE, WHOLE, Seeder
 
 BATCH = -1
@@ -64,6 +66,9 @@ class SampleContext:
 
     _made_for: int | None = None
     _blocks = BATCH, 0
+    _task = 0  # tells the tasks of a sample apart
+    _num_tasks = 0
+    _begun_by: SampleContext | None = None
     _generator: np.random.Generator
     _samples: dict[int, SampleContext] | None = None
     _read: tuple[list[Any], Any] | None = None
@@ -104,24 +109,36 @@ class SampleContext:
 
     def place(self, part: int = 0) -> tuple[int, int]:
         """Return what to seed a part of this sample with: number and part, for `Seeder`."""
+        number = self.batch
         if self.first is not None:
-            return self.number, part
-        return self.batch, part | (self.position + _BEFORE_SAMPLES) << 32
+            number = self.number
+        else:
+            part |= (self.position + _BEFORE_SAMPLES) << 32
+        return number, mix_on(self._task, part) if self._task else part
 
     def of(self, position: int) -> SampleContext:
-        """Return the context of a sample, in that of its batch; the same one each time."""
+        """Return the context of a sample, in that of its batch; the same one each time, in each task of the batch."""
+        if self._begun_by is not None:
+            return self._begun_by.of(position)
         if self._samples is None:
             self._samples = {}
         if position not in self._samples:
             self._samples[position] = SampleContext(self.seeder, self.batch, position, self.first, self.switch)
         return self._samples[position]
 
+    def of_task(self) -> SampleContext:
+        """Return the context of a task that begins in this one: the same sample, with numbers of its own."""
+        self._num_tasks += 1
+        part = SampleContext(self.seeder, self.batch, self.position, self.first, self.switch)
+        part._task, part._begun_by = mix(self._task, self._num_tasks), self
+        return part
+
     def generator(self) -> np.random.Generator:
         """Return the generator of this sample: the same one as long as the position is the same."""
         if self._made_for != self.position:
             # Philox counts blocks of numbers: a position begins 2^192 of them after the last one, so none ever meet.
             number, part = (self.batch, self.position) if self.first is None else (self.number, min(self.position, 0))
-            counter = np.array([0, 0, 0, part & _WORD], np.uint64)
+            counter = np.array([0, 0, self._task, part & _WORD], np.uint64)
             key = np.array([mix(*self.seeder.key), mix(number)], np.uint64)
             self._generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
             self._made_for = self.position
@@ -176,6 +193,36 @@ def enter(
     return sample
 
 
+def tell_tasks_apart(loop: asyncio.AbstractEventLoop) -> None:
+    """Have each task that a sample begins on this loop (``asyncio.gather``, a TaskGroup) draw numbers of its own.
+
+    They follow from the order in which the sample begins its tasks. What tasks draw from one generator depends on which
+    of them comes first, and so on how long each has waited.
+    """
+    before = loop.get_task_factory()
+    if getattr(before, "func", None) is not begin_task:
+        loop.set_task_factory(partial(begin_task, before or _plain_task))
+
+
+def begin_task(
+    make: Callable[..., Any], loop: asyncio.AbstractEventLoop, coroutine: Any, *, context: Any = None, **options: Any
+) -> Any:
+    """Make a task, as the factory of a loop. Whoever gives it a context decides what is in there."""
+    sample = current.get(None)
+    if context is not None:
+        return make(loop, coroutine, context=context, **options)
+    if sample is None:
+        return make(loop, coroutine, **options)
+    # A task takes a copy of the context that it is made in; not every factory of a user's loop lets one give it.
+    context = copy_context()
+    context.run(current.set, sample.of_task())
+    return context.run(make, loop, coroutine, **options)
+
+
+def _plain_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    return asyncio.Task(coroutine, loop=loop, **options)
+
+
 def here() -> SampleContext:
     """Return what is being fetched in this context; a new one for a fetcher that was not told."""
     return current.get(None) or SampleContext(Seeder((0, 0, 0)), 0)
@@ -191,8 +238,9 @@ def sample_rng() -> np.random.Generator:
     of random, numpy and torch are shared by all samples that a worker fetches at once; this one is not. In
     `__getitems__` and in `collate_fn` it is the generator of the batch as a whole.
 
-    The generator is made at the first call; further calls for the same sample go on with it. Source of the generator:
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    The generator is made at the first call; further calls for the same sample go on with it. Tasks that a sample begins
+    (``asyncio.gather``, a ``TaskGroup``) have generators of their own, by the order in which the sample begins them.
+    Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
     Raises:
         RuntimeError: if no sample is being fetched in this context, as in a thread of the dataset's own that was not

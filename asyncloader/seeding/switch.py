@@ -288,7 +288,7 @@ class GeneratorSwitch(Steps):
     # -------------------------------------------------------------------------------------------------------- tasks
 
     def make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        """Make a task, as the factory of the loop: in a step of a sample, one with draws of its own."""
+        """Make a task, for the factory of the loop: in a step of a sample, one with draws of its own."""
         if (draws := self._running) is None:
             return asyncio.Task(coroutine, loop=loop, **options)
         task = asyncio.Task(_run(self, draws.of_task(), coroutine), loop=loop, **options)

@@ -72,9 +72,9 @@ class _Turn:
         """Return the drawings that have begun."""
         return [drawing for each in tuple(self.drawings) if (drawing := each()) is not None]
 
-    def keeps_out(self) -> bool:
-        """Whether somebody draws in another thread, whose end a block waits for."""
-        return any(drawing.keeps_out() for drawing in self.going_on())
+    def keeps_out(self, epoch: object) -> bool:
+        """Whether somebody draws in another thread, whose end a block of this epoch waits for."""
+        return any(drawing.keeps_out(epoch) for drawing in self.going_on())
 
 
 _turn = _Turn()
@@ -135,13 +135,17 @@ class Drawing:
             self._turn.drawings.remove(weakref.ref(self))
         self._ended.release()
 
-    def keeps_out(self) -> bool:
-        """Whether the calling thread has to wait for it."""
-        return self._thread != threading.get_ident() and not self.overstayed
+    def keeps_out(self, epoch: object = None) -> bool:
+        """Whether the calling thread has to wait for it, to seed the generators for a sample of this epoch.
 
-    def wait_ended(self, patience_s: float) -> None:
-        """Wait until it has ended, if the calling thread has to."""
-        if not self.keeps_out():
+        Not for the batch that the sample is in: its thread waits for what its samples do on a loop, or on threads.
+        """
+        is_its_own = epoch is not None and epoch is self.epoch
+        return self._thread != threading.get_ident() and not self.overstayed and not is_its_own
+
+    def wait_ended(self, patience_s: float, epoch: object = None) -> None:
+        """Wait until it has ended, if the calling thread has to; see `keeps_out`."""
+        if not self.keeps_out(epoch):
             return
         if self._ended.acquire(timeout=patience_s):
             self._ended.release()
@@ -288,10 +292,10 @@ class sample_seed:  # read as a function that returns a context manager
         self._turn = turn = _turn
         while not self._is_held:
             for drawing in turn.going_on():
-                drawing.wait_ended(_PATIENCE_S)
+                drawing.wait_ended(_PATIENCE_S, sample.seeder.key)
             for self._is_held in starmap(turn.lock.acquire, _ONCE):
                 pass
-            if turn.keeps_out():
+            if turn.keeps_out(sample.seeder.key):
                 self._release()
         if turn.holder is not None:
             if turn.holder is not sample:

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.protocols import is_resource, members
+from asyncloader.seeding.sample_context import begin_task, tell_tasks_apart
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch
 from asyncloader.worker import loops
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -73,6 +74,7 @@ class OverlapLoop(TicketLoop):
         """Open what belongs to the loop, answer tickets until END, close."""
         self._loop = asyncio.get_running_loop()
         self._over = self._loop.create_future()
+        tell_tasks_apart(self._loop)  # also where it is a loop of the user's
         self._guarded = GuardedLoop(self._loop, self._stop)
         self._transport.listen(self._guarded, self._on_messages)
         try:
@@ -132,7 +134,7 @@ class OverlapLoop(TicketLoop):
         switch = self._maker.switch
         run = OverlapRun(spec, self._maker.seeder, self._on_finished, self._transport.ends, self._stop, switch)
         if isinstance(switch, GeneratorSwitch):
-            self._loop.set_task_factory(switch.make_task)
+            self._loop.set_task_factory(partial(begin_task, switch.make_task))
         if spec.is_iterable:
             self._overlap = Stream(dataset, run, self._on_exhausted, closing, keeper)
         else:

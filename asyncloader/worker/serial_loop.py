@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
+from asyncloader.seeding.sample_context import tell_tasks_apart
 from asyncloader.worker.batch_maker import BatchMaker
 from asyncloader.worker.transport import WorkerTransport
 
@@ -157,6 +158,7 @@ class SerialLoop(TicketLoop):
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._runner is None:
             self._runner = asyncio.Runner()
+            tell_tasks_apart(self._runner.get_loop())
         # Otherwise the runner's own context, of its first run: `sample_rng` would be that of the sample then.
         return self._runner.run(coroutine, context=contextvars.copy_context())
 
