@@ -93,7 +93,7 @@ class InlineRun:
         self.plan_ended = self.is_torn = self.closed = False
         self._plan = plan
         self._arrivals = Arrivals(self, plan)
-        self._make = maker.make
+        self._make = maker.answer
         self._pin = pin
         self._aside = aside
         self._is_stream, self._is_batched = maker.spec.is_iterable, maker.spec.auto_collation

@@ -1,19 +1,20 @@
-"""Make batches: keys in, one `Outcome` out. No process, thread, loop or channel is known here.
+"""Make batches: keys in, a batch out, or one `Outcome`. No process, thread, loop or channel is known here.
 
     keys ── fetch ──> samples ── without bad ones, as `on_error` says ── collate ──> BATCH
               │                    └ none is good ──> LEFT_OUT              │
               ├ the end of the data ──> EXHAUSTED                           │
               └ raised ─────────────────────────────────────────────────────┴──> FAILURE
 
-Whoever has the tickets drives it: one after the other (`make`), or with samples of many tickets in flight, which are
-gathered by whatever fetches them (`gathered`).
+Whoever has the tickets drives it: one after the other (`answer`), or with samples of many tickets in flight, which are
+gathered by whatever fetches them (`gathered`). Where nobody has tickets, and the trainer's process makes its batches
+itself, `make` returns a batch, or raises.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -109,11 +110,21 @@ class BatchMaker:
         keeper: Keeps the state of the dataset in this run, if it has one.
         failure: The exception that stands for every batch of this run, or None.
         seeder: The seeder of this run.
+        count: How many samples the batch had that `make` has made last, or has not.
+        fetched_at: When these were there; 0.0 if they never were.
+        bad: Those of them that had raised, and were left out or replaced.
+        snapshot: The state of the dataset after them, where one was taken.
+        blame: The sample that `make` has raised about, where that is known.
         switch: Gives each sample draws of its own where samples overlap, or warns of draws, or does neither.
     """
 
     spec: WorkerSpec
     seeder: Seeder
+    count = 0
+    fetched_at = 0.0
+    bad: Sequence[BadSample] = ()
+    snapshot: Any = None
+    blame: Blame | None = None
 
     def __init__(
         self,
@@ -286,29 +297,62 @@ class BatchMaker:
 
     # --------------------------------------------------------------------------------------- one after the other
 
-    def make(self, ticket: int, keys: Any, waited_s: float = 0.0) -> Outcome:
-        """Make a batch. An exception stands for the batch, unless the worker cannot go on after it."""
+    def answer(self, ticket: int, keys: Any, waited_s: float = 0.0) -> Outcome:
+        """Make the batch of a ticket. An exception stands for the batch, unless the worker cannot go on after it."""
         if self.refuses(keys):
             return self.refused(ticket, keys)
-        job, fetch, keeper = Job(ticket, waited_s=waited_s), self._fetch, self.keeper
-        here, job.keys = self._context(self.seeder, ticket, keys)
+        job = Job(ticket, waited_s=waited_s)
+        try:
+            data, error = self.make(ticket, keys), None
+        except BaseException as raised:
+            if self._host.ends(raised):
+                raise
+            data, error = None, raised
+        try:
+            job.count, job.fetched, job.bad, job.snapshot = self.count, self.fetched_at, self.bad, self.snapshot
+            return self.batch(job, data) if error is None else self.failed(job, error, self.blame)
+        finally:
+            del error  # its frames refer to this one
+
+    def make(self, number: int, keys: Any) -> Any:
+        """Return a batch, or raise what stands for it.
+
+        Args:
+            number: Number of the batch in its epoch: seeds are made of it.
+            keys: As the sampler gave them.
+
+        Raises:
+            EndOfData: after the end of a stream.
+            NoGoodSample: if every sample of the batch has raised, and they are tolerated.
+            BaseException: whatever a sample or their collation raises; `blame` says which sample it is about.
+        """
+        self.count, self.fetched_at, self.bad, self.snapshot, self.blame = 0, 0.0, (), None, None
+        spec, fetch, keeper, samples = self.spec, self._fetch, self.keeper, None
+        here, keys = self._context(self.seeder, number, keys)
         outside = sample_context.current.set(here)
         try:
-            try:
-                if keeper is not None and (gap := keeper.gap()):
-                    with self._aside():
-                        self._leave_out(gap, job)
-                fetch(job)
-                if keeper is not None:
-                    job.snapshot = keeper.take(ended=self.has_ended)
-                job.fetched = perf_counter()
-            except BaseException as error:
-                if self._host.ends(error):
-                    raise
-                job.fatal, job.fatal_at = error, here.position
-            if here.first is not None and job.fatal is None:
+            if keeper is not None and (gap := keeper.gap()):
+                with self._aside():
+                    self._leave_out(gap, number, keys)
+            samples = fetch(keys)
+            if keeper is not None:
+                self.snapshot = keeper.take(ended=fetch.ended)
+            self.fetched_at = perf_counter()
+            if here.first is not None:
                 here.position = COLLATION
-            return self._finish(job)  # type: ignore[no-any-return]
+            if fetch.errors:
+                self.bad = self._bad(fetch.errors, keys)
+                samples = mend(samples, fetch.errors, leave_out=spec.on_error == "skip")
+            if not spec.auto_collation:
+                samples = samples[0]
+            self.count = len(samples) if spec.auto_collation and hasattr(samples, "__len__") else 1
+            return self._host.collate(spec.collate_fn, samples)
+        except BaseException as error:
+            fetch.errors.clear()  # of an interrupted batch, which may be made anew
+            if not self._host.ends(error):
+                is_fetched = self.fetched_at > 0.0
+                self.blame = self._odd(samples, self.bad) if is_fetched else _raised_at(here.position)
+            raise
         finally:
             sample_context.current.reset(outside)
 
@@ -333,13 +377,13 @@ class BatchMaker:
             sample_context.current.set(here)
             fetch_and_drop(self._fetch, keys)
 
-    def _leave_out(self, count: int, job: Job) -> None:
+    def _leave_out(self, count: int, number: int, keys: Any) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""
         for _ in range(count):
-            sample_context.enter(self.seeder, job.ticket)
-            if not fetch_and_drop(self._fetch, job.keys):
+            sample_context.enter(self.seeder, number)
+            if not fetch_and_drop(self._fetch, keys):
                 break
-        sample_context.enter(self.seeder, job.ticket)  # the generator of a sample begins anew
+        sample_context.enter(self.seeder, number)  # the generator of a sample begins anew
 
     # ------------------------------------------------------------------------------------ samples that are all here
 
@@ -387,25 +431,29 @@ class BatchMaker:
         except BaseException as error:
             if self._host.ends(error):
                 raise
-            return self.failed(job, error, self._odd(job, samples))
+            return self.failed(job, error, self._odd(samples, job.bad))
 
     def _good_samples(self, job: Job) -> Any:
         """Take the samples out of a job; those that raised are left out or replaced, and noted."""
-        spec = self.spec
         samples, job.samples = job.samples, None  # what a sample lies in is free again with the batch
         if job.errors:
-            keys = None if spec.is_iterable else job.keys if spec.auto_collation else [job.keys]
-            name = namer(spec.dataset, of_batches=False)
-            job.bad = [
-                BadSample(None if keys is None else name(keys[at]), at, RemoteError.capture(error, self._host.where))
-                for at, error in sorted(job.errors.items())
-            ]
-            samples = mend(samples, job.errors, leave_out=spec.on_error == "skip")
-        if not spec.auto_collation:
+            job.bad = self._bad(job.errors, job.keys)
+            samples = mend(samples, job.errors, leave_out=self.spec.on_error == "skip")
+        if not self.spec.auto_collation:
             job.count = 1
             return samples[0]
         job.count = len(samples) if hasattr(samples, "__len__") else 1
         return samples
+
+    def _bad(self, errors: dict[int, Exception], keys: Any) -> list[BadSample]:
+        """Return the samples of a batch that have raised these, as they are told."""
+        spec = self.spec
+        keys = None if spec.is_iterable else keys if spec.auto_collation else [keys]
+        name = namer(spec.dataset, of_batches=False)
+        return [
+            BadSample(None if keys is None else name(keys[at]), at, RemoteError.capture(error, self._host.where))
+            for at, error in sorted(errors.items())
+        ]
 
     # ------------------------------------------------------------------------------------------------- outcomes
 
@@ -425,7 +473,7 @@ class BatchMaker:
         captured = replace(captured, blame=blame) if blame else captured
         return Outcome(Kind.FAILURE, self._record(job), None, captured, job.bad, job.snapshot)
 
-    def _odd(self, job: Job, samples: Any) -> Blame | None:
+    def _odd(self, samples: Any, bad: Sequence[BadSample]) -> Blame | None:
         """Return the sample that keeps these from being collated, if there is one that stands out."""
         if not self.spec.auto_collation or type(samples) is not list:
             return None
@@ -433,7 +481,7 @@ class BatchMaker:
             return None
         position, words = odd
         if self.spec.on_error == "skip":  # they are not among the samples
-            left_out = {sample.position for sample in job.bad}
+            left_out = {sample.position for sample in bad}
             there = (at for at in range(len(samples) + len(left_out)) if at not in left_out)
             position = next(islice(there, position, None))
         return Blame(position, words)

@@ -2,8 +2,8 @@
 
 Kept apart from collation, which torch's fetchers do in the same call, so that each can be timed and answered for.
 
-With ``on_error="skip"`` or ``"replace"`` a sample that raises does not cost its batch: the fetcher notes the error in
-the job, and :class:`~asyncloader.worker.batch_maker.BatchMaker` has the batch mended without it.
+With ``on_error="skip"`` or ``"replace"`` a sample that raises does not cost its batch: the fetcher notes its error, and
+:class:`~asyncloader.worker.batch_maker.BatchMaker` has the batch mended without it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from asyncloader.protocols import has_samples
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.sample_context import SampleContext
 from asyncloader.worker.gather import WholeBatches
-from asyncloader.worker.job import Job
 
 RunCoroutine: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to its end, always on the same loop."""
 
-Fetcher: TypeAlias = Callable[[Job], None]
-"""Gets the samples of a job; what costs the batch is raised, by the sample whose position is in the context.
-
-Samples that turn out to be awaitables, of a dataset that could not be known to be async, are awaited: those of a batch
-together.
-"""
-
 
 class MapFetcher:
-    """Fetches from a map-style dataset."""
+    """Fetches from a map-style dataset. What costs the batch is raised, by the sample whose position is in the context.
+
+    Samples that turn out to be awaitables, of a dataset that could not be known to be async, are awaited: those of a
+    batch together.
+
+    Attributes:
+        errors: The tolerated exceptions of samples, by position. Whoever mends the batch empties it.
+    """
+
+    ended = False
 
     def __init__(self, dataset: Any, spec: WorkerSpec, run: RunCoroutine) -> None:
         self._dataset = dataset
@@ -45,32 +46,30 @@ class MapFetcher:
         self._run = run
         self._tolerates = spec.tolerates
         self._whole = WholeBatches(dataset, spec)
+        self.errors: dict[int, Exception] = {}
 
-    def __call__(self, job: Job) -> None:
-        """Get the list of samples, or a `Whole`."""
-        here, keys = sample_context.here(), job.keys
+    def __call__(self, keys: Any) -> Any:
+        """Return the list of samples, or a `Whole`; without automatic batching a list of the one sample."""
+        here = sample_context.here()
         if not self._auto_collation:
-            job.samples = self._each(job, [keys], here)
-            return
+            return self._each([keys], here)
         if self._whole.is_in_memory and (rows := self._whole.find(keys)) is not None:
-            job.samples = rows
-            return
+            return rows
         if type(keys) is not list:
-            job.keys = keys = listed(keys)
+            keys = listed(keys)
         if getattr(self._dataset, "__getitems__", None) and not self._whole.by_sample:
             try:
-                job.samples = self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
-                return
+                return self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
             except Exception:  # one by one, to find out which are good
                 if not (self._tolerates and has_samples(self._dataset)):
                     raise
-        job.samples = self._each(job, keys, here)
+        return self._each(keys, here)
 
-    def _each(self, job: Job, keys: Any, here: SampleContext) -> list[Any]:
+    def _each(self, keys: Any, here: SampleContext) -> list[Any]:
         """Return the samples, asked for one by one."""
         dataset = self._dataset
         if self._tolerates:
-            samples = [self._try(key, job.errors) for here.position, key in enumerate(keys)]
+            samples = [self._try(key) for here.position, key in enumerate(keys)]
         elif here.first is not None:  # what turns out to be awaitable draws as well, when it is awaited
             samples = [self._one(key) for here.position, key in enumerate(keys)]
         else:
@@ -83,11 +82,11 @@ class MapFetcher:
         sample = self._dataset[key]
         return self._run(settle(sample)) if hasattr(type(sample), "__await__") else sample
 
-    def _try(self, key: Any, errors: dict[int, Exception]) -> Any:
+    def _try(self, key: Any) -> Any:
         try:
             return self._one(key)
         except Exception as error:
-            errors[sample_context.here().position] = error
+            self.errors[sample_context.here().position] = error
 
 
 class IterableFetcher:
@@ -98,6 +97,7 @@ class IterableFetcher:
     its batch, so an iterator that raises for ever still comes back from each call.
 
     Attributes:
+        errors: As those of `MapFetcher`.
         iterator: The iterator.
         ended: The iterator has come to its end, and is not asked again.
         is_unread: No sample was asked for yet.
@@ -107,17 +107,18 @@ class IterableFetcher:
         self.iterator = iter(dataset) if iterator is None else iterator
         self.ended = False
         self.is_unread = True
+        self.errors: dict[int, Exception] = {}
         self._spec = spec
         self._run = run
 
-    def __call__(self, job: Job) -> None:
-        """Get as many samples as there are keys, or what is left; without automatic batching the next one."""
+    def __call__(self, keys: Any) -> Any:
+        """Return as many samples as there are keys, or what is left; without automatic batching the next one."""
         if self.ended:
             raise EndOfData
         self.is_unread = False
         here, samples, spec = sample_context.here(), list[Any](), self._spec
         auto_collation, tolerates = spec.auto_collation, spec.tolerates
-        for here.position, _ in enumerate(job.keys if auto_collation else (None,)):
+        for here.position, _ in enumerate(keys if auto_collation else (None,)):
             try:
                 sample = next(self.iterator)
                 samples.append(_settled([sample], self._run)[0] if tolerates else sample)
@@ -127,13 +128,13 @@ class IterableFetcher:
             except Exception as error:
                 if not tolerates or is_over(self.iterator):
                     raise
-                job.errors[here.position] = error
+                self.errors[here.position] = error
                 samples.append(None)
         if auto_collation:
             here.position = sample_context.BATCH
-        if not samples or (auto_collation and spec.drop_last and len(samples) < len(job.keys)):
+        if not samples or (auto_collation and spec.drop_last and len(samples) < len(keys)):
             raise EndOfData
-        job.samples = samples if job.errors else _settled(samples, self._run)
+        return samples if self.errors else _settled(samples, self._run)
 
 
 def is_over(iterator: Any) -> bool:
@@ -174,14 +175,18 @@ async def settle(sample: Any) -> Any:
     return sample
 
 
+Fetcher: TypeAlias = MapFetcher | IterableFetcher
+
+
 def fetch_and_drop(fetch: Fetcher, keys: Any) -> bool:
     """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
     try:
-        fetch(Job(0, keys))
+        fetch(keys)
     except EndOfData:
         return False
     except Exception:  # it was raised in its time
         pass
+    fetch.errors.clear()
     return True
 
 

@@ -148,7 +148,7 @@ class SerialLoop(TicketLoop):
         return True
 
     def _answer(self, ticket: int, keys: Any) -> None:
-        held = [self._maker.make(ticket, keys, perf_counter() - self._idle_since)]
+        held = [self._maker.answer(ticket, keys, perf_counter() - self._idle_since)]
         self._ended = held[0].kind == Kind.EXHAUSTED
         if self._ended or self._maker.has_ended:
             self._tell_at_end(partial(self._transport.send_outcome, held))

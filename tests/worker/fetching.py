@@ -8,7 +8,6 @@ from typing import Any
 
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.worker.fetch import make_fetcher
-from asyncloader.worker.job import Job
 
 _SPEC = WorkerSpec(None, False, True, None, False, None, 1, 0, False)
 
@@ -19,8 +18,7 @@ def fetching(dataset: Any, **options: Any) -> Callable[[Any], Any]:
     fetch = make_fetcher(dataset, spec)
 
     def samples(keys: Any) -> Any:
-        job = Job(0, keys)
-        fetch(job)
-        return job.samples if spec.auto_collation else job.samples[0]
+        found = fetch(keys)
+        return found if spec.auto_collation else found[0]
 
     return samples

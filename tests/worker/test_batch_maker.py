@@ -134,7 +134,7 @@ def told(outcome: Any) -> list[Any]:
 def test_a_batch() -> None:
     """Its samples in order, collated, with a record that names the ticket and the run."""
     maker = make_maker(Plain(), run=3)
-    outcome = maker.make(7, [3, 1], waited_s=0.5)
+    outcome = maker.answer(7, [3, 1], waited_s=0.5)
     assert outcome.kind == Kind.BATCH
     assert (outcome.data, outcome.bad, outcome.snapshot) == ([30, 10], (), None)
     record = outcome.record
@@ -143,7 +143,7 @@ def test_a_batch() -> None:
 
 def test_a_single_key() -> None:
     """Without automatic batching the one sample goes to collate_fn as it is."""
-    outcome = make_maker(Plain(), auto_collation=False, collate_fn=str).make(0, 4)
+    outcome = make_maker(Plain(), auto_collation=False, collate_fn=str).answer(0, 4)
     assert outcome.kind == Kind.BATCH
     assert (outcome.data, outcome.record.samples) == ("40", 1)
 
@@ -152,8 +152,8 @@ def test_a_single_key() -> None:
 def test_what_a_sample_raises_costs_its_batch(error: BaseException) -> None:
     """And no other; StopIteration and CancelledError of the user's code as well."""
     maker = make_maker(Plain(_2=error))
-    assert error_of(maker.make(0, [1, 2])) is error
-    assert maker.make(1, [1, 3]).kind == Kind.BATCH
+    assert error_of(maker.answer(0, [1, 2])) is error
+    assert maker.answer(1, [1, 3]).kind == Kind.BATCH
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
@@ -161,7 +161,7 @@ def test_what_a_sample_raises_costs_its_batch(error: BaseException) -> None:
 def test_what_a_worker_cannot_go_on_after_is_raised(error: BaseException, on_error: str) -> None:
     """It is no outcome, however bad samples are dealt with."""
     with pytest.raises(type(error)):
-        make_maker(Plain(_2=error), on_error=on_error).make(0, [1, 2])
+        make_maker(Plain(_2=error), on_error=on_error).answer(0, [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_what_a_worker_cannot_go_on_after_is_raised(error: BaseException, on_err
 )
 def test_a_bad_sample(on_error: str, data: list[int]) -> None:
     """Is left out, or another one stands in its place, and it is told with the batch."""
-    outcome = make_maker(Plain(_2=OSError()), on_error=on_error).make(0, [1, 2, 3])
+    outcome = make_maker(Plain(_2=OSError()), on_error=on_error).answer(0, [1, 2, 3])
     assert outcome.kind == Kind.BATCH
     assert sorted(outcome.data) == data
     assert told(outcome) == [(2, 1, "OSError")]
@@ -179,8 +179,8 @@ def test_a_bad_sample(on_error: str, data: list[int]) -> None:
 def test_no_good_sample() -> None:
     """The batch is left out; where sizes have to stay equal the first error stands in its place. Either is told."""
     first = OSError("first")
-    skipped = make_maker(Plain(_1=first, _2=KeyError()), on_error="skip").make(0, [1, 2])
-    replaced = make_maker(Plain(_1=first, _2=KeyError()), on_error="replace").make(0, [1, 2])
+    skipped = make_maker(Plain(_1=first, _2=KeyError()), on_error="skip").answer(0, [1, 2])
+    replaced = make_maker(Plain(_1=first, _2=KeyError()), on_error="replace").answer(0, [1, 2])
     assert skipped.kind == Kind.LEFT_OUT
     assert error_of(replaced) is first
     assert told(skipped) == told(replaced) == [(1, 0, "OSError"), (2, 1, "KeyError")]
@@ -192,7 +192,7 @@ def test_collate_fn_raises_over_a_batch_with_a_bad_sample() -> None:
     def collate(samples: list[int]) -> Any:
         raise TypeError(samples)
 
-    outcome = make_maker(Plain(_2=OSError()), on_error="skip", collate_fn=collate).make(0, [1, 2])
+    outcome = make_maker(Plain(_2=OSError()), on_error="skip", collate_fn=collate).answer(0, [1, 2])
     assert isinstance(error_of(outcome), TypeError)
     assert told(outcome) == [(2, 1, "OSError")]
 
@@ -201,22 +201,22 @@ def test_collate_fn_raises_over_a_batch_with_a_bad_sample() -> None:
 def test_the_end_of_a_stream(on_error: str) -> None:
     """A short batch is the last one, and then there is none, however often one is asked for."""
     maker = make_maker(Numbers(5), on_error=on_error)
-    first, second = maker.make(0, [None] * 3), maker.make(1, [None] * 3)
+    first, second = maker.answer(0, [None] * 3), maker.answer(1, [None] * 3)
     assert first.kind == Kind.BATCH
     assert second.kind == Kind.BATCH
     assert (first.data, second.data, maker.has_ended) == ([0, 1, 2], [3, 4], True)
-    assert maker.make(2, [None] * 3).kind == Kind.EXHAUSTED
-    assert maker.make(3, [None] * 3).kind == Kind.EXHAUSTED
+    assert maker.answer(2, [None] * 3).kind == Kind.EXHAUSTED
+    assert maker.answer(3, [None] * 3).kind == Kind.EXHAUSTED
 
 
 def test_a_short_batch_is_dropped() -> None:
     """With drop_last it is the end at once."""
-    assert make_maker(Numbers(2), drop_last=True).make(0, [None] * 3).kind == Kind.EXHAUSTED
+    assert make_maker(Numbers(2), drop_last=True).answer(0, [None] * 3).kind == Kind.EXHAUSTED
 
 
 def test_a_bad_sample_of_a_stream() -> None:
     """It has no key, but a place in its batch."""
-    outcome = make_maker(Numbers(5, bad=(1,)), on_error="skip").make(0, [None] * 3)
+    outcome = make_maker(Numbers(5, bad=(1,)), on_error="skip").answer(0, [None] * 3)
     assert outcome.kind == Kind.BATCH
     assert (outcome.data, told(outcome)) == ([0, 2], [(None, 1, "ValueError")])
 
@@ -230,8 +230,8 @@ def test_a_generator_that_raised_is_over() -> None:
             raise OSError
 
     maker = make_maker(Broken(), on_error="skip")
-    assert isinstance(error_of(maker.make(0, [None] * 2)), OSError)
-    assert maker.make(1, [None] * 2).kind == Kind.EXHAUSTED
+    assert isinstance(error_of(maker.answer(0, [None] * 2)), OSError)
+    assert maker.answer(1, [None] * 2).kind == Kind.EXHAUSTED
 
 
 # ---------------------------------------------------------------------------------------------------------- seeds
@@ -247,13 +247,13 @@ class Draws:
 def test_seeds_depend_on_the_batch_alone() -> None:
     """Made in any order, by any worker, a batch is the same; without them the worker's streams run on."""
     one, other = make_maker(Draws(), seeds_each_batch=True), make_maker(Draws(), seeds_each_batch=True)
-    there = [one.make(ticket, [0, 1]) for ticket in (0, 1)]
-    again = [other.make(ticket, [0, 1]) for ticket in (1, 0)]
+    there = [one.answer(ticket, [0, 1]) for ticket in (0, 1)]
+    again = [other.answer(ticket, [0, 1]) for ticket in (1, 0)]
     data = [outcome.data for outcome in (*there, *reversed(again))]
     assert data[:2] == data[2:]
     assert len({number for batch in data[:2] for sample in batch for number in sample}) == 12
     unseeded = make_maker(Draws())
-    first, second = (unseeded.make(0, [0]).data[0] for _ in range(2))
+    first, second = (unseeded.answer(0, [0]).data[0] for _ in range(2))
     assert first[0] != second[0]
     assert first[2] == second[2] == data[0][0][2]
 
@@ -263,7 +263,7 @@ def test_the_context_of_the_caller_is_left_as_it_was() -> None:
 
     def in_between() -> None:
         maker = make_maker(Plain(), collate_fn=lambda samples: sample_rng().random())
-        assert maker.make(0, [1]).kind == Kind.BATCH
+        assert maker.answer(0, [1]).kind == Kind.BATCH
         with pytest.raises(RuntimeError, match="no sample is being fetched"):
             sample_rng()
 
@@ -276,7 +276,7 @@ def test_the_context_of_the_caller_is_left_as_it_was() -> None:
 def test_states_come_with_batches() -> None:
     """Each is that after its own batch; the last one, of a dataset that stays, comes with the end."""
     maker = make_maker(Numbers(3), {0: WorkerStart()}, keeps_dataset=True)
-    outcomes = [maker.make(ticket, [None] * 2) for ticket in range(3)]
+    outcomes = [maker.answer(ticket, [None] * 2) for ticket in range(3)]
     states = [cast("Frozen", outcome.snapshot).thaw() for outcome in outcomes]
     assert [state["iterator"] or state["dataset"] for state in states] == [{"at": 2}, {"at": 3}, {"at": 3}]
     assert [state["ended"] for state in states] == [False, True, False]
@@ -285,9 +285,9 @@ def test_states_come_with_batches() -> None:
 def test_a_failure_brings_the_state_too() -> None:
     """What was read for it was read."""
     maker = make_maker(Numbers(4), {0: WorkerStart()}, collate_fn=default_collate)
-    assert cast("Frozen", maker.make(0, [None] * 2).snapshot).thaw()["iterator"] == {"at": 2}
+    assert cast("Frozen", maker.answer(0, [None] * 2).snapshot).thaw()["iterator"] == {"at": 2}
     broken = make_maker(Numbers(4), {0: WorkerStart()}, collate_fn=int)
-    outcome = broken.make(0, [None] * 2)
+    outcome = broken.answer(0, [None] * 2)
     assert outcome.kind == Kind.FAILURE
     assert cast("Frozen", outcome.snapshot).thaw()["iterator"] == {"at": 2}
 
@@ -296,7 +296,7 @@ def test_a_stream_begins_where_another_worker_was() -> None:
     """At its state, after so many batches, and without those that were made ahead."""
     snapshot = {"dataset": None, "iterator": {"at": 4}, "ended": False}
     maker = make_maker(Numbers(20), {0: WorkerStart(1, snapshot, ahead=(1,))})
-    data = [maker.make(ticket, [None] * 2).data for ticket in range(2)]
+    data = [maker.answer(ticket, [None] * 2).data for ticket in range(2)]
     assert data == [[6, 7], [10, 11]]
 
 
@@ -316,7 +316,7 @@ def test_a_run_that_was_not_begun_is_over_before_the_next() -> None:
 
     maker = make_maker(Counts(3), {0: WorkerStart(0, {"dataset": {"at": 2}, "iterator": None, "ended": False})})
     maker.begin(EpochSpec(2, KEY, starts={0: WorkerStart()}))
-    assert maker.make(0, [None] * 3).data == [101, 102, 103]
+    assert maker.answer(0, [None] * 3).data == [101, 102, 103]
 
 
 def test_what_was_made_after_a_state_is_made_again() -> None:
@@ -344,7 +344,7 @@ def test_what_was_made_after_a_state_is_made_again() -> None:
         return aside
 
     first = make_maker(Counts(), seeds_each_batch=True)
-    first.make(4, [1, 2])
+    first.answer(4, [1, 2])
     before, entered = list(asked), list[str]()
     asked.clear()
     maker = BatchMaker(0, replace(first.spec), Here(), aside=note(entered))
@@ -361,7 +361,7 @@ def test_nothing_to_work_with() -> None:
     maker = BatchMaker(0, error, Here())
     maker.enter(EpochSpec(2, KEY))
     maker.begin(EpochSpec(2, KEY))
-    outcome = maker.make(5, [1])
+    outcome = maker.answer(5, [1])
     raised = error_of(outcome)
     assert (type(raised), raised.args) == (OSError, ("gone",))
     assert raised is not error  # it would keep the frames of whoever it is raised to
@@ -378,8 +378,8 @@ def test_worker_init_fn_or_the_dataset_raises() -> None:
         def __iter__(self) -> Iterator[int]:
             raise PermissionError
 
-    assert isinstance(error_of(make_maker(Plain(), worker_init_fn=init).make(0, [1])), KeyError)
-    assert isinstance(error_of(make_maker(Shut()).make(0, [1])), PermissionError)
+    assert isinstance(error_of(make_maker(Plain(), worker_init_fn=init).answer(0, [1])), KeyError)
+    assert isinstance(error_of(make_maker(Shut()).answer(0, [1])), PermissionError)
 
 
 # ------------------------------------------------------------------------------------------------- samples gathered
@@ -398,7 +398,7 @@ def test_gathered_samples_are_dealt_with_alike(on_error: str) -> None:
     for bad in ((), (1,), (0, 1, 2)):
         errors: dict[int, Exception] = {position: OSError(str(position)) for position in bad}
         fetching = make_maker(Plain(**{f"_{100 + position}": e for position, e in errors.items()}), on_error=on_error)
-        fetched = fetching.make(3, [100, 101, 102])
+        fetched = fetching.answer(3, [100, 101, 102])
         job = gathered([None if position in bad else (100 + position) * 10 for position in range(3)], dict(errors))
         if on_error == "raise" and bad:  # as what overlaps them notes it
             job.fatal_at, job.fatal = min(job.errors.items())
