@@ -365,11 +365,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             IndexError: if there is no such batch, or nothing is known of that run here.
             ConfigurationError: if batches are no function of their number: of a stream, of a dataset with a state of
-                its own, or with ``seeding="worker"``; if the samplers cannot be copied, or do not give the order of
-                that run again.
+                its own, or with ``seeding="worker"``; if the samplers cannot be copied, or if nobody can be sure of
+                their order: that of samplers of yours, and that of samplers with rows (indices, weights, keys) of which
+                no state is loaded that says what they were.
+            StateMismatchError: if the samplers are not those of the loaded state any more.
         """
-        replay = _import_replay()
-        return replay.find(replay.apart(self), self._runs, epoch, number).keys
+        return _import_replay().keys_of(self, epoch, number)
 
     def batch(self, epoch: int, number: int) -> Any:
         """Make a batch of a run again, bit for bit, without those before it, also while a run goes on.
@@ -384,46 +385,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Raises:
             IndexError: as `batch_keys` does; or if ``on_error="skip"`` leaves the batch out.
-            ConfigurationError: as `batch_keys` does; or if a run that goes on in this process reads the dataset at
-                another epoch.
+            ConfigurationError: as `batch_keys` does; or if batches are made in this process, where the dataset has been
+                told another epoch (`set_epoch`) than that of the run.
             Exception: whatever its samples, or their collation, raise.
         """
-        replay = _import_replay()
-        with replay.making(self, epoch, number) as iterator, iterator:
-            for batch in iterator:
-                return batch
-        raise replay.was_left_out(epoch, number)
-
-    async def abatch(self, epoch: int, number: int) -> Any:
-        """Make a batch of a run again as `batch` does, without blocking the loop while it is made."""
-        replay = _import_replay()
-        with replay.making(self, epoch, number, in_async_for=True) as iterator:
-            async with iterator:
-                async for batch in iterator:
-                    return batch
-        raise replay.was_left_out(epoch, number)
-
-    def exclude(self, keys: Iterable[Any]) -> None:
-        """Go on without some samples, from the next batch that is read of the sampler, or the next run, on.
-
-        The sampler does not hear of it, so all other batches stay what they are, and so do their numbers and seeds: a
-        batch has fewer samples, and one that has no others is left out. States have the exclusions, and a resume goes
-        on with them. A loader with workers has read batches ahead, in which they still are; not after `load_state_dict`
-        or before the first batch. All ranks have to say the same: where whole batches are left out (``batch_size=1``),
-        ranks come to different numbers of them.
-
-        Args:
-            keys: The keys of samples, as the sampler yields them; of packed samples that are yielded in pieces, their
-                numbers.
-
-        Raises:
-            ConfigurationError: if the dataset is not read by key, or a key cannot be looked up.
-        """
-        if isinstance(self.dataset, (torch.utils.data.IterableDataset, SuppliesKeys)):
-            raise ConfigurationError(
-                f"exclude takes keys of samples, and those of {type(self.dataset).__name__} have none: it is a stream"
-            )
-        self._runs.exclude(keys)
+        return _import_replay().batch_of(self, epoch, number)
 
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: in the middle of a run, or between two, with persistent workers or without.

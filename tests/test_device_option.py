@@ -242,20 +242,6 @@ def test_what_a_transform_draws_depends_on_the_batch_alone(device: SimulatedDevi
     assert len(set(drawn)) == 2 * len(ALL)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-async def test_one_batch_by_its_number_is_what_the_run_gave(device: SimulatedDevice, num_workers: int) -> None:
-    """On the device, and transformed."""
-    loader = make(device=device, device_transform=noisy(device), num_workers=num_workers, shuffle=True)
-    seen: list[Any] = []
-    for _ in range(2):
-        for batch in loader:
-            device.step(batch, lambda tensors: seen.append(values(tensors[0])))
-    device.step(loader.batch(1, 4), lambda tensors: seen.append(values(tensors[0])))
-    device.step(await loader.abatch(0, 3), lambda tensors: seen.append(values(tensors[0])))
-    device.run()
-    assert seen[-2:] == [seen[len(ALL) + 4], seen[3]]
-
-
 def test_a_transform_that_raises_does_so_in_the_place_of_its_batch(device: SimulatedDevice) -> None:
     """With the user's traceback; the batches around it arrive."""
 

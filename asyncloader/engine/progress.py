@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -31,8 +30,6 @@ from asyncloader.weak import while_alive
 
 log = logging.getLogger("asyncloader")
 
-_DIGESTS = 1 << 17
-"""Batches whose keys are known by a digest, of 8 bytes."""
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
@@ -153,7 +150,6 @@ class Progress:
     Attributes:
         samplers_before: Where samplers were before the run.
         began: The number of the batch at which it began, and of the first sample of that.
-        digests: Digests of the keys of the last batches that were read from there on, 0 where there is none.
         lock: Held by whoever reads or takes, and by who makes a state of it. A handler of a signal may make one in the
             middle of that, in the same thread: so it can be taken again.
         counted: How far consumers are, and the calls that are not counted in this: in the order of their batches.
@@ -182,7 +178,6 @@ class Progress:
         place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
         self.counted: tuple[Place, tuple[Call, ...]] = place, ()
         self.began = position, sample
-        self.digests = array("q")
         self.read = position  # batches of keys that the plan has given out
         self.asked = position  # answers of the sampler: batches, or its end; not of those that draw once
         self.asked_alone: int | None = None  # before another run of the loader began, which reads the same sampler
@@ -234,24 +229,6 @@ class Progress:
             self._firsts[self.read] = self._next_sample
             self._next_sample += count
         self.read += 1
-
-    def note_keys(self, digest: int) -> None:
-        """Note what tells the keys of the batch that is read next from others. May be done again."""
-        at = (self.read - self.began[0]) % _DIGESTS
-        self.digests.extend([0] * (at + 1 - len(self.digests)))
-        self.digests[at] = digest
-
-    def digest_of(self, number: int) -> int:
-        """Return what `note_keys` was given for a batch; 0 if it was not read, or too many were since."""
-        is_there = max(self.began[0], self.read - _DIGESTS) <= number < self.read
-        at = (number - self.began[0]) % _DIGESTS
-        return self.digests[at] if is_there and at < len(self.digests) else 0
-
-    def pass_by(self, number: int) -> None:
-        """Have a batch be done with that is not given: in order, those after it say so."""
-        if not self.in_order:
-            place, calls = self.counted
-            self.counted = place._replace(ahead=place.ahead | {number}), calls
 
     def placed(self, batch: int, keys: Any) -> Any:
         """Return the keys of a batch that is not done with as those who make it want them."""

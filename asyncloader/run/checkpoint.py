@@ -16,7 +16,6 @@
      "has_past": its workers had made epochs before this one,
      "num_workers": how many there are, where their number looks after itself,
      "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
-     "excluded": samples that are left out, each with the run and the batch from which on (JSON), or None,
      "fits": what of the loader must be the same; "samplers" and "datasets" in it are lists of identities (JSON)}
 
 Plain data, and a fresh dictionary at each call: strings, numbers, lists of them. States of the user's objects are in it
@@ -51,7 +50,6 @@ from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.snapshot import WorkerStart, as_plain, dataset_here, from_plain
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
-from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import is_elastic, keeps_place, order_generators, own_state, samplers_within, written
 from asyncloader.run.rng_snapshot import OrderDraw
 from asyncloader.seeding.own_generators import Key
@@ -214,7 +212,6 @@ class Checkpointer:
         shared_seed: The seed that data pipes share.
         sampler_epochs: The epochs that `set_epoch` had told samplers when the run began, from the outermost on.
         dataset_epochs: The epochs that it had told the dataset.
-        exclusions: Samples that are left out.
         has_past: The workers of this run had made runs before it.
         num_workers: How many there are now, where their number looks after itself.
         warned: The warnings that the loader has logged about its states, once each.
@@ -229,7 +226,6 @@ class Checkpointer:
     shared_seed: int | None
     sampler_epochs: list[int | None]
     dataset_epochs: list[int | None]
-    exclusions: Exclusions
     has_past: bool
     num_workers: int | None
     warned: set[str]
@@ -319,7 +315,6 @@ class Checkpointer:
             has_past=self.options.persistent_workers,
             num_workers=self.num_workers,
             workers=None if carried is None else as_plain(carried),
-            excluded=self.exclusions.state(),
         )
 
     def at_beginning(self) -> dict[str, Any]:
@@ -356,7 +351,6 @@ class Checkpointer:
             dataset_epochs=list(self.dataset_epochs),
             has_past=self.has_past,
             num_workers=self.num_workers,
-            excluded=self.exclusions.state(),
             **how_far,
         )
 
@@ -400,9 +394,7 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
     return {**state, **given, "position": number, "drawn": state["drawn"] + by, "sample": sample}
 
 
-def initial_state(
-    options: Options, epoch: int, excluded: Any = None, generators: dict[str, Key] | None = None
-) -> dict[str, Any]:
+def initial_state(options: Options, epoch: int, generators: dict[str, Key] | None = None) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
     samplers = SamplerState(own_state(options.index_sampler))
     here = WorkerStart() if options.has_workers else dataset_here(options.dataset, options.snapshot_every)
@@ -414,7 +406,6 @@ def initial_state(
         at_iter=_generators_now(options),
         workers=None if here == WorkerStart() else as_plain({0: here}),
         num_workers=int(options.num_workers) if options.is_auto else None,
-        excluded=excluded,
         generators=json.dumps(generators or {}),
     )
 
@@ -466,6 +457,5 @@ def _empty() -> dict[str, Any]:
         "next_worker": None,
         "has_past": False,
         "num_workers": None,
-        "excluded": None,
         "fits": {},
     }

@@ -19,15 +19,13 @@ from itertools import repeat
 from types import GeneratorType
 from typing import Any, cast
 
-import numpy as np
-import torch
 from torch.utils.data import BatchSampler
 
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
 from asyncloader.epochs import hears, restore
 from asyncloader.errors import LoaderClosedError
-from asyncloader.messages.indices import Indices, listed
+from asyncloader.messages.indices import Indices
 from asyncloader.messages.snapshot import Frozen, Pace
 from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
@@ -83,7 +81,6 @@ class Plan:
         pace: When to take these.
         is_batched: Keys name the samples of a batch; otherwise one sample.
         with_arrays: The keys of torch's own samplers are given out as arrays, too.
-        leave_out: Returns the keys of the batch of this number without those that the trainer goes on without.
         order: Notes the generators when the order is drawn, or has it drawn again.
     """
 
@@ -96,13 +93,11 @@ class Plan:
         *,
         is_batched: bool = True,
         with_arrays: bool = False,
-        leave_out: Callable[[Any, int], Any] | None = None,
         order: OrderDraw | None = None,
     ) -> None:
         self._index_sampler = index_sampler
         self._is_batched = is_batched
         self._pair = Indices if with_arrays else None
-        self._leave_out = leave_out
         self._takes_apart = _is_torchs(index_sampler, iterator)
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
         # By a weak reference: there is no cycle, so what the sampler's iterator holds goes with the plan.
@@ -121,7 +116,6 @@ class Plan:
         self._is_exact = self._sampler is iterated  # otherwise its state does not say where in the epoch it is
         self._is_elastic = self._is_exact and is_elastic(iterated)
         self.arrives = probe(iterated, "keys_arrive") is True  # its iterator knows whether it has keys: `ArrivingKeys`
-        self._has_digests = leave_out is not None and not self.arrives  # otherwise keys are large, or there are none
         if self.arrives and hasattr(iterator, "follow"):
             progress.follow(cast(FollowsConsumers, iterator))
         self._order = order
@@ -155,10 +149,6 @@ class Plan:
             keys = VOID
         else:
             progress.named_samples += count
-            if self._leave_out is not None and (keys := self._leave_out(keys, progress.read)) is VOID:
-                progress.pass_by(progress.read)
-            if self._has_digests:
-                progress.note_keys(digest(keys))
         progress.read_batch(count)
         self._held = _NOTHING
         return keys
@@ -456,31 +446,3 @@ def written(index_sampler: Any, states: Frozen | None) -> Any:
     if states is None or not is_elastic(sampler) or (thawed := states.thaw())["sampler"] is None:
         return states and states.plain()
     return plain({**thawed, "sampler": whole_state(sampler, thawed["sampler"])})
-
-
-def digest(keys: Any) -> int:
-    """Return a number that tells the keys of a batch from others, in this process; 0 for keys that may be anything."""
-    try:
-        keys = listed(keys)
-        if type(keys) is list and {*map(type, keys)} == {int}:  # as nearly always
-            return hash(tuple(keys)) or 1
-        return hash(_plain_keys(keys)) or 1
-    except Exception:
-        return 0
-
-
-def _plain_keys(keys: Any) -> Any:
-    """Return keys as what is equal, and has equal hashes, if they are.
-
-    Raises:
-        TypeError: for keys that may be equal to others only by being the same object.
-    """
-    if isinstance(keys, (int, float, str, bytes, type(None))):
-        return keys
-    if isinstance(keys, (list, tuple)):
-        return tuple(map(_plain_keys, keys))
-    if isinstance(keys, torch.Tensor):
-        keys = keys.detach().cpu().numpy()
-    if isinstance(keys, (np.ndarray, np.generic)):
-        return keys.shape, keys.tobytes()
-    raise TypeError(type(keys))

@@ -109,7 +109,7 @@ def begin(
     key = EpochKey((drawn.base_seed, _reruns(state, had_seed), data_rank(options)))
     progress = _progress(options, state, drawn, key, _known(options, starts, last))
     by_plan = None if reads_again(options, starts) else order
-    plan = _plan(options, runs, progress, epoch, drawn.keys, samplers, states, by_plan, is_resumed=state is not None)
+    plan = _plan(options, progress, drawn.keys, samplers, states, by_plan, is_resumed=state is not None)
     checkpointer = Checkpointer(
         options,
         progress,
@@ -120,7 +120,6 @@ def begin(
         drawn.shared_seed,
         sampler_epochs=runs.set_epochs.of_samplers(options.index_sampler),
         dataset_epochs=[each.number for each in runs.set_epochs.of_dataset(options.dataset)],
-        exclusions=runs.exclusions,
         has_past=last is not None,
         num_workers=int(options.num_workers) if options.is_auto else None,
         warned=runs.warned,
@@ -245,9 +244,7 @@ def _as_saved(
 
 def _plan(
     options: Options,
-    runs: Runs,
     progress: Progress,
-    epoch: int,
     keys: Iterator[Any],
     samplers: SamplerState,
     states: dict[str, Any] | None,
@@ -259,10 +256,9 @@ def _plan(
     progress.begin_after(samplers)
     is_batched, dataset = options.auto_collation, options.dataset
     is_gathered = gathers(dataset, is_batched, options.collate_fn) and not (options.overlaps or is_stateful(dataset))
-    kind: dict[str, Any] = {"is_batched": is_batched, "with_arrays": is_gathered, "order": order}
-    if not options.is_iterable:
-        kind["leave_out"] = partial(runs.exclusions.without, epoch=epoch, is_batched=is_batched)
-    plan = Plan(options.index_sampler, keys, progress, Pace(), **kind)
+    plan = Plan(
+        options.index_sampler, keys, progress, Pace(), is_batched=is_batched, with_arrays=is_gathered, order=order
+    )
     if is_resumed and progress.now.position and not options.is_iterable:
         plan.resume(None if samplers.passes else states, samplers.drawn)
     return plan

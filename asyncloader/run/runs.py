@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, shared_trace
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import Checkpointer, division, initial_state, is_between_runs, keys_in
+from asyncloader.run.checkpoint import Checkpointer, initial_state, is_between_runs, keys_in
 from asyncloader.run.current_run import CurrentRun
-from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import keeps_place, left_after, order_generators, since_preload
 from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.run.set_epochs import SetEpochs
@@ -49,7 +48,6 @@ class Runs:
         past: Makes states of the last ones of the same history: of those before a state was loaded there are none.
         current: Knows which one is spoken of.
         loaded: A state that the next one begins from.
-        exclusions: Samples that are left out, beside those of a loaded state.
         set_epochs: What samplers and the dataset were told by `set_epoch`.
         warned: The warnings that were logged about states, once each.
         generator_keys: The keys of generators that the dataset holds.
@@ -62,7 +60,6 @@ class Runs:
         self.past: deque[Checkpointer] = deque(maxlen=_REMEMBERED)
         self._meter: Meter | None = None
         self.loaded: dict[str, Any] | None = None
-        self.exclusions = Exclusions()
         self._marks: list[Mark | None] = []  # of the generators when a state was loaded
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
         self.set_epochs = SetEpochs()
@@ -90,7 +87,7 @@ class Runs:
         if record is None:
             there = options()
             keys = self.generator_keys.following(self.generators(there), self.begun)
-            return initial_state(there, self.begun, self.exclusions.state(), keys)
+            return initial_state(there, self.begun, keys)
         return self.state_of(record.checkpointer)
 
     def state_of(self, run: Checkpointer) -> dict[str, Any]:
@@ -142,9 +139,7 @@ class Runs:
     @property
     def begins_from(self) -> dict[str, Any] | None:
         """The state that the next run begins from, or None."""
-        if self.loaded is None:
-            return None
-        return {**copy.deepcopy(self.loaded), "excluded": self._excluded(self.loaded).state()}
+        return copy.deepcopy(self.loaded)
 
     @property
     def done(self) -> int:
@@ -203,8 +198,6 @@ class Runs:
         self.current.close_all()
         self.past.clear()
         self.begun = 0
-        if not state:
-            self.exclusions = Exclusions()
 
     def note_load(self, state: dict[str, Any], options: Options) -> None:
         """Note a state that is loaded: what is set from now on, by the trainer, counts in its place."""
@@ -226,28 +219,9 @@ class Runs:
         """Return the generators that the dataset holds and the loader seeds, by their paths."""
         return seeded_generators_of(options.dataset, options.collate_fn) if options.seeds_generators else {}
 
-    def exclude(self, keys: Iterable[Any]) -> None:
-        """Leave samples out of all batches that are yet to be read."""
-        if self.loaded is not None:
-            self.exclusions.add(keys, self.loaded["epoch"], self.loaded["position"])
-        elif self._has_begun and (latest := self.latest) is not None:
-            with latest.progress.lock:
-                self.exclusions.add(keys, latest.epoch, latest.progress.read)
-        else:
-            self.exclusions.add(keys, self.begun, 0)
-
-    def _excluded(self, state: dict[str, Any], options: Options | None = None) -> Exclusions:
-        """Return what a run goes on without that begins from a state: what that says, and what the loader was told."""
-        found, here = Exclusions(state["excluded"]), (state["epoch"], state["position"])
-        if options is not None and found and state["fits"]["division"] != division(options):
-            found.hold_from(*here)
-        found.add_those_of(self.exclusions, *here)
-        return found
-
     def begin_from(self, state: dict[str, Any], options: Options) -> None:
-        """Note what samplers and the dataset were told that a run begins with, and which samples it goes on without."""
+        """Note what samplers and the dataset were told that a run begins with."""
         self.set_epochs.note_state(state, options)
-        self.exclusions = self._excluded(state, options)
 
     def number_is_set(self) -> None:
         """Note that the number of workers looks after itself no longer: states do not say what it has come to."""

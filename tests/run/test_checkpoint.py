@@ -16,7 +16,6 @@ from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import VERSION, Checkpointer, check, describe, initial_state, is_between_runs
-from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import order_generators
 from asyncloader.run.rng_snapshot import OrderDraw
 from asyncloader.samplers import ElasticSampler, PackingBatchSampler
@@ -64,7 +63,7 @@ def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:
     """What a run of these settings makes its states with, begun now."""
     rng = order_generators(settings)
     epochs: dict[str, list[int | None]] = {"sampler_epochs": [], "dataset_epochs": [None]}
-    rest: dict[str, Any] = {"exclusions": Exclusions(), "has_past": False, "num_workers": None, "warned": set()}
+    rest: dict[str, Any] = {"has_past": False, "num_workers": None, "warned": set()}
     order = OrderDraw(rng, rng.capture(), warn=bool)
     return Checkpointer(settings, progress, order, EpochKey((77, 0, 0)), 3, {}, None, **epochs, **rest)
 
