@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,13 +55,25 @@ class Indices(Dataset[int]):
         return index
 
 
+class OrderOfEpoch:
+    """A stream whose order depends on the epoch that it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng(self.epoch).permutation(COUNT).tolist())
+
+
 def same(item: int) -> int:
     return item
 
 
 def make(kind: str, **options: Any) -> DataLoader[Any]:
     if kind == "stream":
-        return DataLoader(ParallelMap(range(COUNT), same, shuffle=16), batch_size=4, collate_fn=list, **options)
+        return DataLoader(ParallelMap(OrderOfEpoch(), same), batch_size=4, collate_fn=list, **options)
     if kind in _BATCHED:
         return DataLoader(Indices(), batch_sampler=MAKES[kind](), collate_fn=list, **options)
     return DataLoader(Indices(), sampler=MAKES[kind](), batch_size=4, collate_fn=list, **options)

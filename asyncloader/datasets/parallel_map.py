@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
-import weakref
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch.utils.data import Sampler
@@ -19,17 +19,7 @@ from torch.utils.data import Sampler
 from asyncloader import identity
 from asyncloader.async_face import resolved
 from asyncloader.checks import at_least, one_of
-from asyncloader.datasets.stream_keys import (
-    Items,
-    Place,
-    Raised,
-    Reading,
-    StreamItem,
-    StreamKeys,
-    Told,
-    gives_once,
-    is_stream,
-)
+from asyncloader.datasets.stream_keys import Items, Place, StreamItem, StreamKeys, gives_once, is_stream
 from asyncloader.epochs import hears
 from asyncloader.errors import ConfigurationError
 from asyncloader.protocols import SuppliesKeys
@@ -61,14 +51,11 @@ class ParallelMap(SuppliesKeys[T_co]):
             the thread's own. Each item is an object of its own, as it is read ahead.
         fn: Makes a sample of an item, in a worker. The function and the items are pickled; in a worker that is a thread
             it must not change the item. May be a coroutine function: then `concurrency` samples are awaited at once.
-        shuffle: Give the items of each so many in random order, which depends on the seed, the epoch and their place.
-            So many items are held, and after a resume read again.
-        seed: The seed of that order; the same on all ranks.
         shard: "rank": each rank reads the whole stream, and takes every n-th item. States are for any number of ranks.
             None: the stream is this rank's own; it divides itself, or all ranks are to have the same.
         num_replicas: Ranks that share the stream; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
-        max_items: Items that are read ahead at most, beside a window of `shuffle`, and a batch in any case.
+        max_items: Items that are read ahead at most, and a batch in any case.
         max_bytes: Bytes of theirs, as far as they can be told: those of arrays, tensors, strings and bytes, in
             containers and attributes.
 
@@ -87,8 +74,6 @@ class ParallelMap(SuppliesKeys[T_co]):
         stream: Iterable[Any] | AsyncIterable[Any] | Callable[[], Any],
         fn: Callable[[Any], T_co],
         *,
-        shuffle: int = 0,
-        seed: int = 0,
         shard: Shard | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -105,11 +90,10 @@ class ParallelMap(SuppliesKeys[T_co]):
             raise ConfigurationError('num_replicas and rank are for shard="rank"')
         self.stream: Any = stream
         self.fn = fn
-        self.seed, self.shard = seed, shard
-        self.shuffle = at_least("shuffle", shuffle, least=0)
+        self.shard = shard
         self.max_items = at_least("max_items", max_items, least=1)
         self.max_bytes = at_least("max_bytes", max_bytes, least=1)
-        self._readings: list[weakref.ref[Items]] = []  # of the stream, that may go on
+        self._readings: list[Items] = []  # of the stream, that may go on
         self._place = (1, 0) if shard is None else place_in_group(num_replicas, rank)
 
     def __getitem__(self, key: StreamItem) -> T_co:
@@ -119,9 +103,7 @@ class ParallelMap(SuppliesKeys[T_co]):
                 "asyncloader.DataLoader as it is, without a sampler. Subset, random_split, ConcatDataset and torch's "
                 "DataLoader ask for samples by number, in any order, which a stream does not have"
             )
-        if type(value := key[1]) is Raised:
-            raise value.error
-        return self.fn(value)
+        return self.fn(key[1])
 
     @property
     def is_remote(self) -> bool:
@@ -143,10 +125,6 @@ class ParallelMap(SuppliesKeys[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "stream": None, "_readings": None}  # a worker's copy is for making samples
 
-    def _note_reading(self, items: Items) -> None:
-        """Have the next reading of the stream wait for this one, once that is given up."""
-        self._readings = [each for each in (*self._readings, weakref.ref(items)) if each() is not None]
-
     def name(self, key: StreamItem) -> Any:
         """Return the number of an item in the stream."""
         return key[0] if type(key) is tuple and key else key
@@ -162,7 +140,7 @@ class ParallelMap(SuppliesKeys[T_co]):
         return StreamSampler(self)
 
     def _state_identity(self) -> dict[str, Any]:
-        return {"shuffle": self.shuffle, "seed": self.seed if self.shuffle else None, "shard": self.shard}
+        return {"shard": self.shard}
 
 
 class StreamSampler(Sampler[StreamItem]):
@@ -198,11 +176,15 @@ class StreamSampler(Sampler[StreamItem]):
 
     def __iter__(self) -> Iterator[StreamItem]:
         """Iterate: the stream is read from the first `next` on."""
-        return StreamKeys(self._make, self._begun)
+        bounds = {"max_items": self._dataset.max_items, "max_bytes": self._dataset.max_bytes}
+        items = Items(self._rank, self._ranks, **bounds)
+        return StreamKeys(items, partial(self._begin, items))
 
-    def _make(self) -> Items:
-        """Return what an iterator is to read."""
-        dataset, stream, place = self._dataset, self._dataset.stream, self._next
+    def _begin(self, items: Items) -> None:
+        """Start to read for an iterator, which is the newest one; the next one begins at the beginning."""
+        if items is self._items:
+            return
+        stream, place = self._dataset.stream, self._next
         if self._was_read and gives_once(stream):
             raise ConfigurationError(
                 f"the stream is a {type(stream).__name__}, which gives its items once, and was read: give ParallelMap "
@@ -210,20 +192,10 @@ class StreamSampler(Sampler[StreamItem]):
             )
         if self._is_told and hears(stream):
             stream.set_epoch(self.epoch)
-        count = 0 if place.told is None else place.told.given
-        if place.number > count:
-            log.info("The stream is read again: %d of its items are left out.", place.number - count)
-        key = dataset.seed, self.epoch
-        bounds = dataset.max_items, dataset.max_bytes
-        before = tuple(dataset._readings) if is_stream(stream) else ()
-        items = Items(
-            Reading(stream, dataset.shuffle, key, place, self._rank, self._ranks, *bounds, self._was_read, before)
-        )
-        dataset._note_reading(items)
-        return items
-
-    def _begun(self, items: Items) -> None:
-        """Note what the newest iterator reads; the next one begins at the beginning."""
+        if place.number > place.given:
+            log.info("The stream is read again: %d of its items are left out.", place.number - place.given)
+        items.go_to(place)
+        items.start(stream, self._dataset._readings)
         self._items, self._next, self._was_read = items, Place(), True
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,17 +207,9 @@ class StreamSampler(Sampler[StreamItem]):
         return self._state(self._next if self._items is None else self._items.place(items))
 
     def _state(self, place: Place) -> dict[str, Any]:
-        number, is_over, told = place
-        count, states = (0, None) if told is None else (told.given, pickle.loads(told.pickled))
-        return {
-            "version": 1,
-            "epoch": self.epoch,
-            "number": number,
-            "is_over": is_over,
-            "count": count,
-            "stream": states,
-            **identity.of(self),
-        }
+        states = pickle.loads(place.states) if place.states else None
+        state = {"version": 1, "epoch": self.epoch, "number": place.number, "count": place.given, "stream": states}
+        return {**state, **identity.of(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of any rank.
@@ -254,10 +218,10 @@ class StreamSampler(Sampler[StreamItem]):
             StateMismatchError: if the state is of another sampler, or of another order.
         """
         identity.check(state, identity.of(self))
-        told = None if state["stream"] is None else Told(state["count"], pickle.dumps(state["stream"]))
+        states = b"" if state["stream"] is None else pickle.dumps(state["stream"])
         self.epoch, self.is_epoch_set = state["epoch"], True
         self._is_told = self._is_told or self.epoch != 0  # where no loader tells it
-        self._next, self._items = Place(state["number"], state["is_over"], told), None
+        self._next, self._items = Place(state["number"], state["count"], states), None
 
     def _state_identity(self) -> dict[str, Any]:
         return self._dataset._state_identity()

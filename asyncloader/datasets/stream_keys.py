@@ -1,7 +1,7 @@
 """The items of a stream as keys of samples: read once, ahead, on a thread of their own.
 
-    stream ── a thread: read, count, shuffle by windows ──> Items ── next, arrived ──> whoever reads the sampler
-                    └ states of the stream, now and then ──> a position is told with the last state before it
+    stream ── a thread: read, number ──> Items ── next, arrived ──> StreamKeys: whoever reads the sampler
+                    └ states of the stream, now and then ──> a place is told with the last state before it
 
 The thread knows `Items` and the stream, and not who takes. So it ends when the iterator over the keys is dropped; but
 one that waits in a stream that gives nothing stays there, as a daemon.
@@ -10,9 +10,7 @@ one that waits in a stream that gives nothing stays there, as a daemon.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import os
 import pickle
 import queue
 import sys
@@ -24,74 +22,23 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from asyncloader import threads
+from asyncloader.async_face import resolved
 from asyncloader.protocols import is_resource, is_stateful, probe, put_back
-from asyncloader.samplers.shuffle import Shuffle
 
 log = logging.getLogger("asyncloader")
 
 _FLAT = frozenset((bytes, str, int, float, bool, bytearray, type(None)))
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_MOST_FAILURES = 100
-"""A stream that raises so often in a row, and gives nothing in between, is not asked again."""
 _STATE_SHARE = 50
 """States of a stream are taken for a fiftieth of the time at most."""
-
-
-class Raised:
-    """An error of the stream, in place of an item.
-
-    Pickled, and so a copy each time: a stream may raise one object time and again; and an exception keeps the frames
-    that it is raised through, and with them the iterator over batches, which would never end.
-
-    Args:
-        error: The exception. One that would end a worker, as SystemExit does, becomes an error like any other, and so
-            does one that cannot be pickled: the user's class may refuse anything.
-        number: The number of the item.
-    """
-
-    def __init__(self, error: BaseException, number: int) -> None:
-        frames = "".join(traceback.format_tb(error.__traceback__))
-        self._notes = [*getattr(error, "__notes__", ()), f"Raised by the stream in place of item {number}:\n{frames}"]
-        bare = error.with_traceback(None)
-        try:
-            self._pickled = pickle.dumps(bare)
-            can_travel = isinstance(pickle.loads(self._pickled), Exception)
-        except BaseException:
-            can_travel = False
-        if not can_travel:
-            self._pickled = pickle.dumps(RuntimeError(_words(bare)))
-
-    def __repr__(self) -> str:
-        return repr(self.error)
-
-    @property
-    def error(self) -> BaseException:
-        """The exception, made anew, with the frames of the stream as a note."""
-        error: BaseException = pickle.loads(self._pickled)
-        BaseException.__setattr__(error, "__notes__", list(self._notes))
-        return error
-
+_END: Any = object()
 
 StreamItem: TypeAlias = tuple[int, Any]
-"""One item of a stream, as the key of a sample: its number among those of all ranks, and what the stream gave, or
-`Raised`. Plain tuples are pickled in a fifth of the time that a class of our own takes."""
-
-
-class Told(NamedTuple):
-    """A state of the stream.
-
-    Attributes:
-        given: How many items the stream had given before.
-        pickled: The states of the stream and of its iterator, by name.
-    """
-
-    given: int
-    pickled: bytes
+"""One item of a stream, as the key of a sample: its number among those of all ranks, and what the stream gave. Plain
+tuples are pickled in a fifth of the time that a class of our own takes."""
 
 
 class Place(NamedTuple):
@@ -99,521 +46,371 @@ class Place(NamedTuple):
 
     Attributes:
         number: Its number, of all ranks together.
-        is_over: Whether it is no item, but the end of an epoch.
-        told: The last state of the stream before, or None.
+        given: How many items the stream had given when its states were taken.
+        states: The states of the stream and of its iterator, by name, pickled; empty for the stream's beginning.
     """
 
     number: int = 0
-    is_over: bool = False
-    told: Told | None = None
-
-
-class Reading(NamedTuple):
-    """Which part of a stream is read, and how.
-
-    Attributes:
-        stream: An iterable, an async iterable, or a function that returns one.
-        shuffle: Items of a window whose order is random; 0 for the stream's own order.
-        key: Seeds that order: seed and epoch.
-        place: Where it begins, for all ranks.
-        rank: Which of the ranks takes these items.
-        num_replicas: How many ranks there are.
-        most_items: How many are read ahead.
-        most_bytes: How many bytes are.
-        was_read: The stream was read before.
-        before: Weak references to what may still be read of it; of a function that returns a stream, none.
-    """
-
-    stream: Any
-    shuffle: int
-    key: tuple[int, int]
-    place: Place
-    rank: int
-    num_replicas: int
-    most_items: int
-    most_bytes: int
-    was_read: bool = False
-    before: tuple[Callable[[], Items | None], ...] = ()
-
-    @property
-    def first(self) -> int:
-        """The number of the first item that this rank takes."""
-        return self.place.number + self.rank
-
-    def window(self, number: int) -> int:
-        """Return how many items of the stream come before the window of this one."""
-        return number - number % self.shuffle if self.shuffle else number
+    given: int = 0
+    states: bytes = b""
 
 
 class Items:
-    """Items that were read and not taken: one thread puts, and whoever reads the sampler takes.
+    """Items that were read and not taken: a thread reads them, and one thread at a time takes them, by `StreamKeys`.
 
-    A taker looks before it waits, and what it leaves for the thread to see is there before it looks:
+    The two share no lock of Python's, in whose functions a handler of a signal may raise, but queues. Who waits says so
+    before it looks, and what it waits for is there before the other side looks for it:
 
-      1. The taker finds too little. 2. The thread appends, and sees nobody who waits. 3. The taker says that it waits,
-         looks again, and finds it.
-      1. The taker finds too little, says that it waits, looks again. 2. The thread appends, and wakes it.
+      1. The taker finds too little. 2. The thread puts, and finds nobody who asks. 3. The taker asks, looks again, and
+         finds it.
+      1. The taker finds too little, asks, looks again. 2. The thread puts, finds who asks, and tells.
+
+    Args:
+        rank: Which of the ranks takes these items.
+        num_replicas: How many ranks there are.
+        max_items: How many items are read ahead.
+        max_bytes: How many bytes are.
 
     Attributes:
-        reading: The part of the stream that is read.
-        room: Tells the thread that there may be room again; anything but True, that it is to end.
-        told: States of the stream, the oldest that may be needed first.
-        is_over: Whether these are the last.
-        failure: What is raised behind the last of them, in place of the end.
-        takers: Weak references to whoever takes, and for whom: the end of each goes into `room`.
-        is_read: A thread reads the stream.
-        reader: Held by the thread that does: the start of another one may have been interrupted.
-        is_left: Whether nobody will take more.
-        ended: The thread uses the stream no more.
+        coming: Iterates over the items, and waits for each.
+        given: How many items the stream has given.
+        next: The number of the item that is taken next.
+        is_left: Nobody will take more.
+        wake: Has the thread look for room again, or see that it is left.
+        thread: The thread that reads.
     """
 
-    is_read = is_left = False
-
-    def __init__(self, reading: Reading) -> None:
-        self.reading = reading
-        self.takers: tuple[Any, ...] = ()
-        self.ended = threading.Event()
-        self._pid = os.getpid()
-        self.room: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.reader = threading.Lock()
-        self.told: deque[Told] = deque([reading.place.told] if reading.place.told is not None else [])
-        self.is_over = reading.place.is_over
-        self.failure: Raised | None = None
-        self._items: deque[StreamItem] = deque()
-        self._next = reading.first  # the number of the item that is given next
-        # The items that the thread takes for waiting: bytes of each, bytes in all, and the number of the first.
-        self._sizes: deque[int] = deque()
+    def __init__(self, rank: int = 0, num_replicas: int = 1, *, max_items: int, max_bytes: int) -> None:
+        self.rank, self.num_replicas = rank, num_replicas
+        self._max_items, self._max_bytes = max_items, max_bytes
+        self.is_left = self._is_over = False
+        self._failure: Exception | None = None  # is raised behind the last item
+        self._queue: queue.SimpleQueue[StreamItem | None] = queue.SimpleQueue()
+        self.coming = iter(self._queue.get, None)
+        self._sizes: deque[int] = deque()  # of the items that the thread takes for waiting
         self._bytes = 0
-        self._sized = reading.first
-        self._room_at = sys.maxsize  # when this item is next, there is room, which the thread waits for
-        # Takers that wait. No lock of Python's is held by both sides: handlers of signals may raise in one's functions.
-        self._waiters: deque[Any] = deque()
-        self._tells: deque[tuple[int, Callable[[], object]]] = deque()
+        self._asked: deque[tuple[int, Callable[[], object]]] = deque()
+        self._room_at = -1  # with so few items waiting there is room, for which the thread waits
+        self.room: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.wake: Callable[[], object] = partial(self.room.put, True)
+        self._takers: list[Any] = []
+        self._claim = threading.Lock()
+        self.thread: threading.Thread | None = None
+        self._before: list[Items] = []
+        self.go_to(Place())
+
+    def go_to(self, place: Place) -> None:
+        """Begin at a place, before anything is read."""
+        self.begin = place
+        self.given = place.given
+        self.next = self.first = place.number + self.rank
+        self._states = deque([(place.given, place.states)])
+
+    def start(self, stream: Any, readings: list[Items]) -> None:
+        """Start the thread. Once more does no harm: an interrupt may come between the start and its note.
+
+        Args:
+            stream: An iterable, an async iterable, or a function that returns one.
+            readings: What may still be read of the stream. It has one position, so those that nobody takes from any
+                more are waited for. A function returns another stream each time.
+        """
+        self._before = list(readings) if is_stream(stream) else []
+        readings[:] = [*(each for each in readings if each.thread is None or each.thread.is_alive()), self]
+        threads.start(partial(_read, self, stream), "asyncloader stream", self.leave)
 
     # ------------------------------------------------------------------------------------------------ whoever takes
 
-    def leave(self) -> None:
-        """Have nothing more be read. Finalizers may call it."""
-        self.is_left = True
-        self.room.put(None)
+    def end_with(self, taker: object) -> None:
+        """Read nothing more when this object is dropped."""
+        self._takers.append(weakref.ref(taker, self.leave))
 
-    @property
-    def has_taker(self) -> bool:
-        """Whether more may be taken."""
-        return not self.is_left and all(taker() is not None for taker in self.takers)
+    def leave(self, _: object = None) -> None:
+        """Read nothing more. Finalizers may call it."""
+        self._takers.clear()  # which refer to this object
+        if not self.is_left:
+            self.is_left = True
+            self.wake()
 
-    def wait_ended(self) -> None:
-        """Wait until a thread that reads for nobody has come back from the stream."""
-        if self._pid == os.getpid() and self.reader.locked() and not self.has_taker:
-            self.ended.wait()
-
-    def take(self) -> StreamItem:
-        """Return the next item, when it is there.
-
-        The handler of a signal may raise after any call of a function in here. So an item is taken by an assignment,
-        behind which there is nothing but ``return``.
-
-        Raises:
-            StopIteration: at the end.
-            Exception: The stream cannot be read to its end.
-        """
-        self._let_go()
-        if not self._items:
-            self._wait()
-        item = self._items[0]
-        after = item[0] + self.reading.num_replicas
-        self._next = after
-        return item
-
-    def _wait(self) -> None:
-        waiter = threading.Lock()
-        waiter.acquire()
-        self._waiters.append(waiter)
-        try:
-            while not self._items:
-                if self.is_over:
-                    raise StopIteration if self.failure is None else self.failure.error
-                self.room.put(True)
-                waiter.acquire()  # until the thread releases it
-        finally:
-            with suppress(ValueError):
-                self._waiters.remove(waiter)
+    def make_room(self) -> None:
+        """Have the thread read on, if it waits for room and there is some."""
+        if self._queue.qsize() <= self._room_at:
+            self.wake()
 
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Return whether so many, or the end, can be had without waiting; if not, ``tell`` is called when they can."""
-        self._let_go()
+        self.make_room()
         if self._has(count):
             return True
-        waits = count, tell
-        self._tells.append(waits)
+        asks = count, tell
+        self._asked.append(asks)
         if self._has(count):
             try:
-                self._tells.remove(waits)
+                self._asked.remove(asks)
             except ValueError:  # the thread has it in hand
                 return False
             return True
-        self.room.put(True)
+        self.wake()  # there may have to be room for more than the bounds allow
         return False
 
     def _has(self, count: int) -> bool:
-        return self.is_over or len(self._items) >= count
+        return self._is_over or self._queue.qsize() >= count
 
-    def _let_go(self) -> None:
-        """Let go of what was taken."""
-        items = self._items
-        while items and items[0][0] < self._next:
-            del items[0]
-        if self._next >= self._room_at:
-            self._room_at = sys.maxsize
-            self.room.put(True)
+    def raise_end(self) -> NoReturn:
+        """Raise what comes behind the last item: once an error of the stream, if there was one."""
+        error, self._failure = self._failure, None
+        try:
+            raise StopIteration if error is None else error
+        finally:
+            del error  # whose frames have this one
 
     def place(self, taken: int | None = None) -> Place:
         """Return the place after so many items of this rank, as if all ranks had taken so many; by default, now."""
-        reading = self.reading
-        number = self._next - reading.rank if taken is None else reading.place.number + taken * reading.num_replicas
-        is_over = self.is_over and not [item for item in tuple(self._items) if item[0] >= number]
-        before = [told for told in tuple(self.told) if told.given <= reading.window(number)]
-        return Place(number, is_over, before[-1] if before else None)
+        number = self.next - self.rank if taken is None else self.begin.number + taken * self.num_replicas
+        return Place(number, *[state for state in tuple(self._states) if state[0] <= number][-1])
 
     # --------------------------------------------------------------------------------------------------- the thread
 
-    def _is_full(self) -> bool:
-        """Whether nothing is to be read for the moment: so much is there, without what was taken since."""
-        while self._sizes and self._sized < self._next:
-            self._bytes -= self._sizes.popleft()
-            self._sized += self.reading.num_replicas
-        if self._fits():
-            return False
-        wanted = len(self._waiters)  # whatever the bounds are
-        for told_of, _ in tuple(self._tells):
-            wanted = max(wanted, told_of)
-        return len(self._sizes) > wanted
+    def may_begin(self) -> bool:
+        """Return whether the stream is to be read, when those who read it for nobody have come back from it.
 
-    def _fits(self) -> bool:
-        return len(self._sizes) < self.reading.most_items and self._bytes < self.reading.most_bytes
+        False as well if a thread reads it already.
+        """
+        if not self._claim.acquire(blocking=False):
+            return False
+        self.thread = threading.current_thread()
+        for each in self._before:
+            if each.is_left and each.thread is not None:
+                each.thread.join()
+        self._before = []
+        return not self.is_left
 
     def must_wait(self) -> bool:
-        """Whether there is no room; then `room` tells when half of what is there was taken."""
-        if self._fits() or not self._is_full():
+        """Whether there is no room; then `wake` is called when half of what is there was taken."""
+        if self.is_left or not self._is_full():
+            self._room_at = -1
             return False
-        self._room_at = self._sized + (len(self._sizes) + 1) // 2 * self.reading.num_replicas
+        self._room_at = len(self._sizes) // 2
         return self._is_full()
 
-    def wait_room(self) -> bool:
-        """Wait until there is room; return whether anybody will take more."""
-        while self.must_wait() or not self.room.empty():
-            if self.room.get() is not True:
-                return False
-        return True
+    def _is_full(self) -> bool:
+        if not self._has_more_than(0):
+            return False
+        while len(self._sizes) > self._queue.qsize():  # what was taken since
+            self._bytes -= self._sizes.popleft()
+        return self._has_more_than(max((count for count, _ in tuple(self._asked)), default=0))
 
-    def put(self, items: list[StreamItem], *, is_over: bool = False) -> None:
-        """Have these be taken; perhaps there are no more."""
-        for item in items:
-            value = item[1]
-            nbytes = sys.getsizeof(value) if type(value) in _FLAT else size_of(value)
-            self._sizes.append(nbytes)
-            self._bytes += nbytes
-            self._items.append(item)
-        self.is_over = is_over
-        if self._waiters or self._tells:
-            self._wake()
+    def _has_more_than(self, wanted: int) -> bool:
+        """Whether the bounds are reached, and more items than are wanted are there."""
+        count = len(self._sizes)
+        return count > wanted and (count >= self._max_items or self._bytes >= self._max_bytes)
 
-    def _wake(self) -> None:
-        for waiter in tuple(self._waiters):
-            if waiter.locked():
-                waiter.release()
-        for _ in range(len(self._tells)):
-            count, tell = self._tells.popleft()
+    def put(self, item: StreamItem) -> None:
+        """Have an item be taken."""
+        nbytes = size_of(item[1])
+        self._sizes.append(nbytes)
+        self._bytes += nbytes
+        self._queue.put(item)
+        if self._asked:
+            self._tell()
+
+    def end(self, failure: Exception | None = None) -> None:
+        """There are no more, perhaps because of an error of the stream."""
+        self._failure = failure
+        self.wake = self.room.empty  # there is nobody to wake: the task of an async stream has the error, and frames
+        self._is_over = True
+        self._queue.put(None)
+        self._tell()
+
+    def _tell(self) -> None:
+        for _ in range(len(self._asked)):
+            count, tell = self._asked.popleft()
             if self._has(count):
                 tell()
             else:
-                self._tells.append((count, tell))
+                self._asked.append((count, tell))
 
-    def keep(self, told: Told) -> None:
-        """Keep a state of the stream; the older ones, but for the last that may be needed, go."""
-        self.told.append(told)
-        first = self.reading.window(self._next - self.reading.rank)
-        while len(self.told) > 1 and self.told[1].given <= first:
-            self.told.popleft()
-
-    def give_up(self, error: Exception) -> None:
-        """Have this be raised behind what was read: the epoch would be short otherwise, in silence under "skip"."""
-        error.add_note(f"The stream has raised {_MOST_FAILURES} errors in a row, and is not read on.")
-        self.failure = Raised(error, self._items[-1][0] + self.reading.num_replicas if self._items else self._next)
-        self.put([], is_over=True)
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing more can be read, because of this, which the next item raises."""
-        number = self._items[-1][0] + self.reading.num_replicas if self._items else self._next
-        self.put([(number, Raised(error, number))], is_over=True)
+    def keep(self, states: bytes) -> None:
+        """Keep states of the stream; the older ones, but for the last that may be needed, go."""
+        self._states.append((self.given, states))
+        while len(self._states) > 1 and self._states[1][0] <= self.next - self.rank:
+            self._states.popleft()
 
 
 class StreamKeys:
     """Iterates over the items of a stream that one rank is given, from the first `next` on.
 
     Args:
-        make: Returns what is read.
-        begun: Is told of that, once or again: a handler of a signal may raise before the stream is read.
+        items: What is taken.
+        begin: Starts the reading, once or again: a handler of a signal may raise before it has begun.
     """
 
-    def __init__(self, make: Callable[[], Items], begun: Callable[[Items], object]) -> None:
-        self._make = make
-        self._begun = begun
-        self._made: Items | None = None
-        self._consumer: Callable[[], Any] = _nobody
+    def __init__(self, items: Items, begin: Callable[[], object]) -> None:
+        self._items, self._begin = items, begin
+        self._has_begun = False
+        self._held: StreamItem | None = None  # until it is given: an interrupt may come in between
+        items.end_with(self)
 
-    def _begin(self) -> Items:
-        items = self._made
-        if items is None:
-            items = self._make()
-            ends = [each for each in (self, self._consumer()) if each is not None]
-            items.takers = tuple(
-                weakref.ref(each, items.room.put) for each in ends
-            )  # compiled: no handler raises there
-            self._made = items
-        if not items.is_read:
-            self._begun(items)
-            if not items.is_over:
-                threads.start(partial(_read, items), "asyncloader stream", partial(items.room.put, None))
-            items.is_read = True
-        return items
+    def _start(self) -> None:
+        if not self._has_begun:
+            self._begin()
+            self._has_begun = True
 
     def __iter__(self) -> Iterator[StreamItem]:
         return self
 
     def __next__(self) -> StreamItem:
-        items = self._made
-        if items is None or not items.is_read:
-            items = self._begin()
-        return items.take()
+        items = self._items
+        if self._held is None:
+            self._start()
+            items.make_room()
+            # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
+            for self._held in items.coming:
+                break
+        item = self._held
+        if item is None:
+            items.raise_end()
+        items.next = item[0] + items.num_replicas
+        self._held = None
+        return item
 
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Whether so many items are there: see :class:`asyncloader.protocols.ArrivingKeys`."""
-        return self._begin().arrived(count, tell)
+        self._start()
+        return self._items.arrived(count - (self._held is not None), tell)
 
     def end_with(self, consumer: object) -> None:
         """Read nothing more when this is dropped: see :class:`asyncloader.protocols.EndsWithConsumer`."""
-        self._consumer = weakref.ref(consumer)
+        self._items.end_with(consumer)
 
     def leave(self) -> None:
         """Read nothing more."""
-        if self._made is not None:
-            self._made.leave()
+        self._items.leave()
 
 
-def _nobody() -> None:
-    """Stand for a consumer that is not known."""
-
-
-class _Dealer:
-    """Makes keys of what the stream gives: counts, shuffles, and leaves out what is another rank's, or was given.
+class _Reader:
+    """Numbers what an iterator over a stream gives, and takes states of both now and then.
 
     Args:
-        reading: The part of the stream that is read.
-
-    Attributes:
-        count: How many items the stream has given.
-    """
-
-    def __init__(self, reading: Reading) -> None:
-        self.count = 0 if reading.place.told is None else reading.place.told.given
-        self._reading = reading
-        self._first, self._ranks = reading.first, reading.num_replicas
-        self._begin = reading.window(reading.place.number)
-        self._window: list[Any] = []
-        self._failures = 0  # since the last item
-
-    def may_go_on(self) -> bool:
-        """Count an error of the stream; return whether the stream may be asked again."""
-        self._failures += 1
-        return self._failures < _MOST_FAILURES
-
-    def add(self, value: Any) -> list[StreamItem]:
-        """Return what there is to give out after another item."""
-        number = self.count
-        self.count = number + 1
-        if type(value) is not Raised:
-            self._failures = 0
-        if number < self._begin:
-            return []
-        if not (shuffle := self._reading.shuffle):
-            return [(number, value)] if self._is_own(number) else []
-        self._window.append(value)
-        return self.rest() if len(self._window) == shuffle else []
-
-    def rest(self) -> list[StreamItem]:
-        """Return what is left of a window."""
-        window, self._window = self._window, []
-        if not window:
-            return []
-        first = self.count - len(window)
-        order = Shuffle(len(window), *self._reading.key, first)(np.arange(len(window)))
-        return [(number, window[at]) for number, at in enumerate(order.tolist(), first) if self._is_own(number)]
-
-    def _is_own(self, number: int) -> bool:
-        return number >= self._first and (number - self._first) % self._ranks == 0
-
-
-class _States:
-    """Takes states of a stream, now and then.
-
-    Args:
+        items: Take what is this rank's, and was not given before.
         stream: May have a state.
         iterator: Over it, which may have one too.
-
-    Attributes:
-        are_there: Whether there are states.
+        state: Where the iterator begins, if it has one.
     """
 
-    def __init__(self, stream: Any, iterator: Any) -> None:
-        things = {"stream": stream, "iterator": iterator} if stream is not iterator else {"stream": stream}
-        self._things = {name: thing for name, thing in things.items() if is_stateful(thing)}
-        self.are_there = bool(self._things)
+    def __init__(self, items: Items, stream: Any, iterator: Any, state: Any) -> None:
+        if state is not None:
+            iterator.load_state_dict(state)
+        self._items = items
+        things = {"stream": stream} if stream is iterator else {"stream": stream, "iterator": iterator}
+        self._stateful = {name: thing for name, thing in things.items() if is_stateful(thing)}
         self._due_at = perf_counter()
 
-    def take(self, count: int) -> Told | None:
-        """Return the state after so many items, if one is due."""
+    def add(self, value: Any) -> None:
+        """Hand over another item of the stream."""
+        items = self._items
+        number = items.given
+        items.given = number + 1
+        if self._stateful:
+            self._keep_state()
+        if number >= items.first and (number - items.first) % items.num_replicas == 0:
+            items.put((number, value))
+
+    def _keep_state(self) -> None:
+        """Keep the state after the last item, if one is due."""
         if (began := perf_counter()) < self._due_at:
-            return None
+            return
         try:
-            told = Told(count, pickle.dumps({name: thing.state_dict() for name, thing in self._things.items()}))
+            states = pickle.dumps({name: thing.state_dict() for name, thing in self._stateful.items()})
         except Exception:
             log.warning(
                 "The state of the stream could not be taken: to resume from here, what it has given since the last one "
                 "is read again.",
                 exc_info=True,
             )
-            self.are_there = False
-            return None
-        now = perf_counter()
-        self._due_at = now + _STATE_SHARE * (now - began)
-        return told
+            self._stateful = {}
+            return
+        self._items.keep(states)
+        self._due_at = perf_counter() + _STATE_SHARE * (perf_counter() - began)
 
 
-def _read(items: Items) -> None:
-    """Read the stream until it ends, or nobody takes from it any more. In a thread of its own."""
-    if not items.reader.acquire(blocking=False):
-        return
+def _read(items: Items, source: Any) -> None:
+    """Read a stream until it ends or raises, or nobody takes from it any more. In a thread of its own."""
     try:
-        for before in items.reading.before:  # a stream has one position
-            if (other := before()) is not None:
-                other.wait_ended()
-        if items.has_taker:
-            _read_from_place(items)
+        if items.may_begin():
+            stream = open_stream(source)
+            states = pickle.loads(items.begin.states) if items.begin.states else {}
+            put_back(stream, states.get("stream"))
+            if hasattr(type(stream), "__aiter__"):
+                asyncio.run(_read_async(items, stream, states.get("iterator")))
+            else:
+                _read_plain(items, stream, states.get("iterator"))
+            items.end()
     except BaseException as error:
         if isinstance(error, SystemExit) and threads.is_ending:
             raise
-        if items.is_over or not items.has_taker:
-            log.warning("The stream has raised an error after its last item.", exc_info=True)
-        else:
-            items.fail(error)
-    finally:
-        items.ended.set()
-
-
-def _read_from_place(items: Items) -> None:
-    reading = items.reading
-    stream, told = open_stream(reading.stream), reading.place.told
-    states = {} if told is None else pickle.loads(told.pickled)
-    put_back(stream, states.get("stream"))
-    if hasattr(type(stream), "__aiter__"):
-        asyncio.run(_read_async(items, stream, states))
-    else:
-        _read_plain(items, stream, states)
-
-
-def _read_plain(items: Items, stream: Any, states: dict[str, Any]) -> None:
-    iterator = iter(stream)
-    if "iterator" in states:
-        iterator.load_state_dict(states["iterator"])
-    dealer, keeper = _Dealer(items.reading), _States(stream, iterator)
-    while items.wait_room():
-        try:
-            value = next(iterator)
-        except StopIteration:
-            _end(items, dealer)
-            return
-        except Exception as error:
-            if not dealer.may_go_on():
-                items.give_up(error)
-                return
-            value = Raised(error, dealer.count)
-        _hand_over(items, value, dealer, keeper)
-
-
-async def _read_async(items: Items, stream: Any, states: dict[str, Any]) -> None:
-    async with stream if is_resource(stream) else nullcontext():
-        await _read_opened(items, stream, states)
-
-
-async def _read_opened(items: Items, stream: Any, states: dict[str, Any]) -> None:
-    iterator = aiter(stream)
-    if "iterator" in states:
-        iterator.load_state_dict(states["iterator"])
-    dealer, keeper, room = _Dealer(items.reading), _States(stream, iterator), asyncio.Event()
-    here, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    threads.start(partial(_forward, items, here, room, task), "asyncloader stream room")
-    try:
-        while True:
-            while items.must_wait():
-                await room.wait()
-                room.clear()
-            try:
-                value = await anext(iterator)
-                value = await value if inspect.isawaitable(value) else value
-            except StopAsyncIteration:
-                _end(items, dealer)
-                return
-            except Exception as error:
-                if not dealer.may_go_on():
-                    items.give_up(error)
-                    return
-                value = Raised(error, dealer.count)
-            _hand_over(items, value, dealer, keeper)
-    except asyncio.CancelledError:
         if not items.is_left:
-            raise
-    finally:
-        items.room.put(False)  # for `_forward`
-        if hasattr(iterator, "aclose"):
-            await iterator.aclose()
+            items.end(_as_failure(error, items.given))
+        elif not isinstance(error, asyncio.CancelledError):
+            log.warning("A stream that nobody reads any more has raised an error.", exc_info=True)
 
 
-def _forward(items: Items, loop: asyncio.AbstractEventLoop, room: asyncio.Event, task: asyncio.Task[None]) -> None:
-    """Tell an async stream's loop of room, and of the end."""
+def _read_plain(items: Items, stream: Any, state: Any) -> None:
+    iterator = iter(stream)
+    reader = _Reader(items, stream, iterator, state)
+    while not items.is_left:
+        if items.must_wait():
+            items.room.get()
+        elif (value := next(iterator, _END)) is _END:
+            return
+        else:
+            reader.add(value)
+
+
+async def _read_async(items: Items, stream: Any, state: Any) -> None:
+    room = asyncio.Event()
+    items.wake = partial(_wake, items, room, asyncio.get_running_loop(), asyncio.current_task())
+    async with stream if is_resource(stream) else nullcontext():
+        iterator = aiter(stream)
+        reader = _Reader(items, stream, iterator, state)
+        try:
+            while not items.is_left:
+                if items.must_wait():
+                    await room.wait()
+                    room.clear()
+                elif (value := await anext(iterator, _END)) is _END:
+                    return
+                else:
+                    reader.add(await resolved(value))
+        finally:
+            if hasattr(iterator, "aclose"):
+                await iterator.aclose()
+
+
+def _wake(items: Items, room: asyncio.Event, loop: asyncio.AbstractEventLoop, task: Any) -> None:
+    """Have an async stream be read on, or be left: one that waits for ever is cancelled, once."""
+
+    def wake() -> None:
+        room.set()
+        if items.is_left and not task.cancelling():
+            task.cancel()
+
     with suppress(RuntimeError):  # the loop was closed
-        while (news := items.room.get()) is True:
-            loop.call_soon_threadsafe(room.set)
-        if news is not False:  # nobody takes any more
-            items.is_left = True
-            loop.call_soon_threadsafe(task.cancel)
+        loop.call_soon_threadsafe(wake)
 
 
-def _hand_over(items: Items, value: Any, dealer: _Dealer, keeper: _States) -> None:
-    """Have what follows from another item of the stream be taken; keep the stream's state, if one is due."""
-    dealt = dealer.add(value)
-    if keeper.are_there and (told := keeper.take(dealer.count)) is not None:
-        items.keep(told)
-    if dealt:
-        items.put(dealt)
+def _as_failure(error: BaseException, number: int) -> Exception:
+    """Return an error of a stream as what is raised in place of the item of a number.
 
-
-def _end(items: Items, dealer: _Dealer) -> None:
-    """Have the rest be taken: the stream has ended."""
-    if items.reading.was_read and not dealer.count:
-        log.warning(
-            "The stream has given nothing, and was read before. If it is an iterator, which gives its items once, give "
-            "ParallelMap a function that makes it."
-        )
-    items.put(dealer.rest(), is_over=True)
-
-
-def _words(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException as other:
-        return f"{type(error).__name__}, whose text raised {type(other).__name__}"
+    One that would end a worker or a task, as SystemExit does, becomes an error like any other, and so does one that
+    refuses a note.
+    """
+    note = f"Raised by the stream in place of item {number}; it is not read on."
+    with suppress(Exception):
+        error.add_note(note)
+        if isinstance(error, Exception):
+            return error
+    said = "".join(traceback.format_exception_only(error)).strip()
+    return RuntimeError(f"{said}\n{note}")
 
 
 def open_stream(stream: Any) -> Any:

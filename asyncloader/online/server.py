@@ -12,6 +12,8 @@ half done.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import math
 import pickle
@@ -223,7 +225,7 @@ class FeedServer:
             "life": life,
             "pushed": pushed,
             "segment": segment,
-            "source": None if place is None else written(*place),
+            "source": None if place is None else written(place),
             "units": ({**units, "units": _copied(units["units"])},),
         }
         request.answer(taken)
@@ -357,6 +359,8 @@ class FeedServer:
     def _fail(self, source: Source, error: Exception) -> None:
         """Close the feed, because its source has raised."""
         self._error, self.ledger.closed = error, True
+        with contextlib.suppress(Exception):  # the frames that the error itself is raised through refer to the server
+            self._error = copy.copy(error)
         self._closed_by = f"its source has raised {type(error).__name__}"
         source.close()
         self._end_limits()

@@ -7,11 +7,11 @@ with the feed's lock held. Whoever calls holds that lock.
 from __future__ import annotations
 
 import pickle
-import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from asyncloader.datasets.stream_keys import Items, Place, Raised, Reading, StreamKeys, Told, is_stream
+from asyncloader.datasets.stream_keys import Items, Place, StreamKeys, is_stream
 from asyncloader.errors import ConfigurationError
 from asyncloader.plain import as_text, unplain
 from asyncloader.protocols import is_stateful
@@ -47,15 +47,13 @@ class Source:
         self.waits = False
         self._source = source
         self._tell = tell
-        self._items: Any = None
-        is_known = is_stateful(source)
-        self._begin(Place(told=Told(0, pickle.dumps({"stream": source.state_dict()})) if is_known else None))
+        self._readings: list[Items] = []  # of the source, that may go on
+        self._begin(Place(states=pickle.dumps({"stream": source.state_dict()}) if is_stateful(source) else b""))
 
     def _begin(self, place: Place) -> None:
-        before = (weakref.ref(self._items),) if self._items is not None and is_stream(self._source) else ()
-        reading = Reading(self._source, 0, (0, 0), place, 0, 1, _MOST_ITEMS, _MOST_BYTES, before=before)
-        items = self._items = Items(reading)
-        self._keys: StreamKeys | None = StreamKeys(lambda: items, _nothing)
+        items = self._items = Items(max_items=_MOST_ITEMS, max_bytes=_MOST_BYTES)
+        items.go_to(place)
+        self._keys: StreamKeys | None = StreamKeys(items, partial(items.start, self._source, self._readings))
 
     def draw(self) -> Any:
         """Return the next item, or `WAITS`.
@@ -69,15 +67,12 @@ class Source:
         if self.waits:
             return WAITS
         number, item = next(self._keys)
-        if type(item) is Raised:
-            raise item.error
         self.drawn = number + 1
         return item
 
-    def place(self) -> tuple[int, Told]:
-        """Return how many items were drawn, and the last states of the source before, if it has some: for `written`."""
-        told = self._items.place(self.drawn - self._items.reading.place.number).told
-        return self.drawn, told or Told(0, pickle.dumps({}))
+    def place(self) -> Place:
+        """Return the place of the item that is drawn next: for `written`."""
+        return self._items.place(self.drawn - self._items.begin.number)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place.
@@ -90,23 +85,19 @@ class Source:
         """
         states = unplain(state["states"])
         kind = type(self._source)
-        if self._items.is_read and not states and (hasattr(kind, "__next__") or hasattr(kind, "__anext__")):
+        if self._readings and not states and (hasattr(kind, "__next__") or hasattr(kind, "__anext__")):
             raise ConfigurationError(
                 "the source is an iterator that was read: give the feed a function that returns one"
             )
         self.drawn, self.waits = state["drawn"], False
-        told = Told(state["given"], pickle.dumps(states)) if states else None
-        self._begin(Place(self.drawn, told=told))
+        self._begin(Place(self.drawn, state["given"], pickle.dumps(states) if states else b""))
 
     def close(self) -> None:
         """Draw no more: the thread ends."""
         self._keys = None
 
 
-def written(drawn: int, told: Told) -> dict[str, Any]:
+def written(place: Place) -> dict[str, Any]:
     """Write a place down, without the feed's lock: the states are the user's."""
-    return {"drawn": drawn, "given": told.given, "states": as_text(pickle.loads(told.pickled))}
-
-
-def _nothing(items: Items) -> None:
-    """Nobody asks when reading begins."""
+    states = as_text(pickle.loads(place.states)) if place.states else as_text({})
+    return {"drawn": place.number, "given": place.given, "states": states}
