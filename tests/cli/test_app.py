@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import process_time
@@ -20,6 +22,7 @@ from typer.testing import CliRunner, Result
 from asyncloader.cli import measure
 from asyncloader.cli.app import app
 from asyncloader.cli.bench import candidates, choose
+from asyncloader.cli.doctor import library_threads, start_method
 from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
 from asyncloader.online import Feed
@@ -314,11 +317,25 @@ def test_doctor_looks_at_this_machine() -> None:
     done = call("doctor", "--json")
     findings = {row["what"]: row for row in json.loads(done.stdout)["findings"]}
     assert list(findings) == [
-        *("versions", "cores", "torch threads", "memory", "descriptors", "pinned memory", "workers"),
+        *("versions", "cores", "torch threads", "memory", "descriptors", "start method"),
+        *("library threads", "pinned memory", "workers"),
     ]
-    assert findings["workers"]["found"].startswith("2 started by ")
+    assert findings["workers"]["found"].startswith("2 started and delivered")
     assert done.exit_code == any(row[""] == "bad" for row in findings.values())
     assert "workers" in call("doctor").stdout
+
+
+@pytest.mark.parametrize(("method", "is_advised"), [("fork", True), ("forkserver", False)])
+def test_the_doctor_lists_libraries_with_threads(
+    method: str, is_advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked workers lack these threads; what a program of theirs does by itself is not called bad."""
+    monkeypatch.setitem(sys.modules, "polars", types.ModuleType("polars"))
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: method)
+    finding = library_threads()
+    assert "polars" in finding.found
+    assert ("forkserver" in finding.advice) == is_advised
+    assert not finding.is_bad
 
 
 DOCTOR_IN_NEED = """
@@ -402,3 +419,13 @@ def test_what_names_no_function_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "json.py").write_text("def f(): ...")
     with pytest.raises(BadParameter, match=r"cannot be imported|cannot import|there is no file"):
         find(name)
+
+
+@pytest.mark.parametrize(("method", "is_bad"), [("fork", True), ("forkserver", False)])
+def test_the_doctor_looks_for_cuda_beside_fork(method: str, is_bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked workers of such a trainer cannot use CUDA. There is no GPU here: torch's answer is patched."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: method)
+    found = start_method()
+    assert found.is_bad is is_bad
+    assert ("forkserver" in found.advice) is is_bad

@@ -27,6 +27,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import EpochSpec, Kind
+from asyncloader.observe.activity import Activity, activity
 from asyncloader.seeding.generators import wait_drawn
 from asyncloader.signals import HandlersWait, masked
 from asyncloader.stack_text import shorten
@@ -160,6 +162,10 @@ class WorkerProcess(Worker):
         with self._closing:
             pidfd = self._descriptors.get("pid")
             return None if pidfd is None else Running(self.pid, pidfd)
+
+    def activity(self) -> Activity | None:
+        """Return what the process does, and its first thread."""
+        return activity(Path(f"/proc/{self.pid}"))
 
     def watch(self, *, is_forked: bool) -> None:
         """Hear of the process, which may be up, or gone, before the loop has its next turn.

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -32,6 +33,7 @@ from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.errors import could_not_start
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES
+from asyncloader.observe.activity import Activity, activity
 from asyncloader.stack_text import stack_of
 from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -238,6 +240,10 @@ class LocalWorker(Worker):
         self._answering = self._dataset = None
         if owner is not None:
             owner.on_exit(self, expected)
+
+    def activity(self) -> Activity | None:
+        """Return what the thread does; None for a task."""
+        return None if self._thread is None else activity(Path(f"/proc/self/task/{self._thread.native_id}"))
 
     def wait_dead(self, timeout_s: float | None) -> bool:
         """Wait until it has ended, or was abandoned. Not on the loop thread."""
