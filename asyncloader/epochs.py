@@ -3,30 +3,19 @@
     loader.set_epoch(n) ──> samplers, batch samplers, dataset: at once
                        └──> each worker's copy of the dataset, before the first sample of the next run
 
-A copy that was made after the call knows the epoch. A copy in a persistent worker does not: it is told when a run
-begins, if `set_epoch` was called since. Otherwise it is left alone, because it may count epochs by itself.
+An epoch is a number, and `set_epoch` of a dataset depends on that alone. A copy that does not show the epoch of its run
+(its attribute ``epoch``) is told it when the copy begins its first run, and in later runs if the number is another one.
+Otherwise the copy is left alone, because it may count epochs by itself. A copy cannot be told that no epoch was set.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat, zip_longest
-from typing import Any, NamedTuple
+from itertools import chain, repeat
+from typing import Any
 
 from asyncloader.protocols import members, probe
-
-
-class Told(NamedTuple):
-    """The epoch that a dataset was told last.
-
-    Attributes:
-        number: The epoch; None if it was told nothing, or nobody can know.
-        calls: How often the loader has passed one on.
-    """
-
-    number: int | None = None
-    calls: int = 0
 
 
 def listeners(dataset: Any) -> Iterator[Any]:
@@ -64,31 +53,14 @@ def numbers(things: Iterable[Any], last: int | None = None, restored: Sequence[i
     return [_first(epoch_of(thing), since, last) if hears(thing) else None for thing, since in pairs]
 
 
-def told(dataset: Any, last: Told, restored: Sequence[int | None] = ()) -> tuple[Told, ...]:
-    """Return what each of a dataset's listeners was told: see `numbers`."""
-    return tuple(Told(number, last.calls) for number in numbers(listeners(dataset), last.number, restored))
+def changed(epochs: Sequence[int | None], known: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Return the epochs that differ from those that are known, and None in place of the others."""
+    pairs = zip(epochs, chain(known, repeat(None)), strict=False)
+    return tuple(epoch if epoch != before else None for epoch, before in pairs)
 
 
-def tell(dataset: Any, epochs: Sequence[Told], known: Sequence[Told]) -> None:
-    """Tell a copy of a dataset the epochs that are new to it.
-
-    Args:
-        dataset: The copy.
-        epochs: The epochs of the original now.
-        known: The epochs that the copy knows: from when it was made, or told last.
-    """
-    for listener, epoch, before in zip_longest(listeners(dataset), epochs, known[: len(epochs)]):
-        if epoch is not None and epoch.number is not None and epoch != before:
-            listener.set_epoch(epoch.number)
-
-
-def since(epochs: Sequence[Told], known: Sequence[Told]) -> tuple[Told, ...]:
-    """Return what of the epochs is new to a copy that knows those, and nothing in place of the others."""
-    return tuple(epoch if epoch != before else Told() for epoch, before in zip_longest(epochs, known[: len(epochs)]))
-
-
-def restore(things: Iterable[Any], numbers: Sequence[int | None]) -> None:
-    """Tell samplers or datasets their epochs of the time when a state was taken."""
+def tell(things: Iterable[Any], numbers: Sequence[int | None]) -> None:
+    """Tell samplers or datasets their epochs: of a run, or of the time when a state was taken. None is no epoch."""
     for thing, number in zip(things, numbers, strict=False):
         if number is not None and hears(thing) and epoch_of(thing) != number:
             thing.set_epoch(number)

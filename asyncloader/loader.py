@@ -323,7 +323,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             TypeError: if the loader has no length.
         """
-        return self._runs.remaining(len(self), self._index_sampler)
+        return self._runs.remaining(len(self), self._loader_options)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next: to samplers, batch samplers and the dataset that have a method of this name.
@@ -342,10 +342,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if isinstance(epoch, bool) or (number := as_number(epoch)) is None:
             raise ConfigurationError(f"set_epoch takes the number of an epoch, an integer, but got {epoch!r}")
-        with self._runs.set_epochs.telling():
-            for thing in (*filter(hears, samplers_within(self._index_sampler)), *listeners(self.dataset)):
-                thing.set_epoch(number)
-            self._runs.set_epochs.note(number)
+        for thing in (*filter(hears, samplers_within(self._index_sampler)), *listeners(self.dataset)):
+            thing.set_epoch(number)
+        self._runs.set_epochs.note(number)
 
     def batch_keys(self, epoch: int, number: int) -> Any:
         """Return which samples a batch has: the keys that the sampler gives for it.

@@ -161,22 +161,6 @@ def test_the_dataset_of_the_trainer_is_told_once(backend: str) -> None:
     assert dataset.calls == [1, 2]
 
 
-class CountsCalls(Hidden):
-    """Tells how often its copy was told."""
-
-    def __getitem__(self, index: int) -> int:
-        return len(self.calls)
-
-
-def test_a_fresh_copy_is_not_told_twice() -> None:
-    """It was made after the call: what is not idempotent does not happen again."""
-    loader = DataLoader(CountsCalls(), num_workers=2)
-    loader.set_epoch(1)
-    assert set(samples(loader)) == {1}
-    loader.set_epoch(2)
-    assert set(samples(loader)) == {2}
-
-
 class Fatal(Hidden):
     """Kills its worker once in epoch 2."""
 

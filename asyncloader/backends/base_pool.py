@@ -7,7 +7,6 @@ from typing import Any, Generic, TypeVar
 
 from asyncloader.backends.backend import Listener
 from asyncloader.backends.worker import Worker
-from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -21,15 +20,13 @@ class BasePool(Generic[AnyWorker]):
     Args:
         loop: The portal's.
         spec: The dataset and functions that the workers work with.
-        copied: The dataset in that, if it may change while workers are made of it.
     """
 
-    def __init__(self, loop: GuardedLoop, spec: WorkerSpec, copied: CopiedDataset | None) -> None:
+    def __init__(self, loop: GuardedLoop, spec: WorkerSpec) -> None:
         self.processes: dict[int, AnyWorker] = {}
         self.listener: Listener | None = None
         self._loop = loop
         self._spec = spec
-        self._copied = copied
         self._epoch: EpochSpec
         self._leaving: set[AnyWorker] = set()  # without a place; nothing is told of them
         self._closing = False
@@ -39,8 +36,7 @@ class BasePool(Generic[AnyWorker]):
 
     def _epoch_of_newcomer(self, num_workers: int) -> EpochSpec:
         """Return the current run for a worker that starts in its middle, one of so many."""
-        epoch = self._epoch if self._copied is None else self._copied.run_of_newcomer(self._epoch)
-        return epoch._replace(num_workers=num_workers)
+        return self._epoch._replace(num_workers=num_workers)
 
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let this worker finish, if it is there: it has no tickets. Its place is free."""

@@ -43,7 +43,7 @@ from asyncloader.engine.portal import Portal
 from asyncloader.engine.run import Run
 from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.taking import Item, failed
-from asyncloader.epochs import since
+from asyncloader.epochs import changed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal
 from asyncloader.messages.failure import another, with_notes
 from asyncloader.messages.messages import Kind
@@ -158,10 +158,6 @@ class Session:
         if self.pid == os.getpid() and self.state in (State.NEW, State.OPEN):
             with contextlib.suppress(LoaderClosedError):
                 self.post(self._close, END_GRACE_S)
-
-    def has_run_ended(self) -> bool:
-        """Whether everything that was planned of the newest run has been handed over."""
-        return self.run.ended
 
     @property
     def is_ending(self) -> bool:
@@ -319,7 +315,7 @@ class Session:
         if not self.run.is_stream:
             self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
         elif last.ends:
-            news = since(self.run.epoch.epochs, last.epoch.epochs)
+            news = changed(self.run.epoch.epochs, last.epoch.epochs)
             ends = {worker: WorkerStart(0, state, epochs=news) for worker, state in last.ends.items()}
             self.run.begin_at({**(self.run.epoch.starts or {}), **ends})
 

@@ -28,7 +28,6 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from asyncloader.epochs import Told
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.modes import Modes
 from asyncloader.messages.snapshot import WorkerStart
@@ -70,7 +69,7 @@ class EpochSpec(NamedTuple):
         number: Counts the runs of a pool; frames of an earlier run are dropped by it.
         key: Base seed, runs that had it before, and rank: with a sequence number they give the seeds of a batch.
         shared_seed: For IterDataPipe.
-        epochs: The epochs that `set_epoch` has told the dataset; empty without workers, or if the run is over.
+        epochs: The epochs that `set_epoch` has told each listener of the dataset, or None; empty without workers.
         starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
             is replaced the session writes down where the next one begins.
         num_workers: How many workers there are, for one that comes later than the first; 0 for as many as those.
@@ -82,7 +81,7 @@ class EpochSpec(NamedTuple):
     key: tuple[int, int, int]
     shared_seed: int | None = None
     starts: dict[int, WorkerStart] | None = None
-    epochs: tuple[Told, ...] = ()
+    epochs: tuple[int | None, ...] = ()
     num_workers: int = 0
     epoch: int = 0
     generators: dict[str, tuple[int, int]] | None = None
@@ -106,7 +105,6 @@ class WorkerSpec:
         is_async: The dataset is async; otherwise its samples are fetched on threads where there are several at once.
         modes: The modes of the iterating thread; None where the worker is not to have them.
         thread: Other properties of the iterating thread, which workers take over.
-        epochs: The epochs that `set_epoch` had told the dataset when this worker's copy of it was made.
         max_worker_memory: Tell of growth early, since the worker is to be renewed before it has much more than this.
     """
 
@@ -130,7 +128,6 @@ class WorkerSpec:
     keeps_dataset: bool = False
     modes: Modes | None = None
     thread: IteratingThread | None = None
-    epochs: tuple[Told, ...] = ()
     max_worker_memory: int | None = None
 
     @property

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
-from asyncloader.epochs import Told
 from asyncloader.plain import as_text, plain, unplain
 from asyncloader.protocols import is_stateful, put_back
 from asyncloader.seeding.generators import GLOBAL, check_of
@@ -145,7 +144,7 @@ class WorkerStart(NamedTuple):
     snapshot: Any = None  # a Frozen, or a state that was loaded
     ahead: Sequence[int] = ()
     made: tuple[Made, ...] = ()
-    epochs: tuple[Told, ...] = ()
+    epochs: tuple[int | None, ...] = ()
 
     def after(self, snapshot: Any) -> WorkerStart:
         """Return where a stream is one batch later, with nothing ahead."""

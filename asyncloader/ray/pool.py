@@ -251,7 +251,7 @@ class RayPool(BasePool[RayWorker]):
     has_processes = takes_long = False
 
     def __init__(self, loop: GuardedLoop, spec: WorkerSpec, actors: Any, on_mismatch: str) -> None:
-        super().__init__(loop, spec, None)
+        super().__init__(loop, spec)
         self._actors = actors
         self._on_mismatch = on_mismatch
         with by_value():

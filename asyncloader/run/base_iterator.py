@@ -21,7 +21,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from asyncloader.device.device import Device, find, for_pinning
 from asyncloader.engine.progress import Call
 from asyncloader.engine.taking import Item
-from asyncloader.epochs import Told
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.failure import stand_in
 from asyncloader.messages.iterating_thread import IteratingThread
@@ -199,16 +198,9 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             "base_seed": int(self._base_seed),
             "modes": self._modes(),
             "thread": None if options.is_inline else IteratingThread.of_this_thread(),
-            "epochs": self._runs.set_epochs.of_dataset(self._dataset) if options.has_workers else (),
         }
         shared = {each.name: getattr(options, each.name) for each in fields(WorkerSpec) if each.name not in own}
         return WorkerSpec(**shared, **own)
-
-    def _epochs(self) -> tuple[Told, ...]:
-        """Return what the dataset was told by `set_epoch`, if workers have copies of it."""
-        if not self._options.has_workers:
-            return ()
-        return self._runs.set_epochs.of_past_run or self._runs.set_epochs.of_dataset(self._dataset)
 
     def _modes(self) -> Modes | None:
         """Look at torch's modes of the caller, where torch's workers would be forked with them."""

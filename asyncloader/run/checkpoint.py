@@ -44,7 +44,6 @@ import torch
 
 from asyncloader import identity
 from asyncloader.engine.progress import Progress, SamplerState
-from asyncloader.epochs import Told
 from asyncloader.errors import StateMismatchError
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.snapshot import WorkerStart, as_plain, dataset_here, from_plain
@@ -236,10 +235,9 @@ class Checkpointer:
         """The number that seeds of workers and of batches are made of."""
         return self.key[0]
 
-    def epoch_spec(
-        self, number: int, starts: dict[int, WorkerStart] | None, epochs: tuple[Told, ...] = ()
-    ) -> EpochSpec:
+    def epoch_spec(self, number: int, starts: dict[int, WorkerStart] | None) -> EpochSpec:
         """Return the run in the form that workers receive, as that of this number in their pool."""
+        epochs = tuple(self.dataset_epochs) if self.options.has_workers else ()  # without, the dataset has been told
         return EpochSpec(number, self.key, self.shared_seed, starts, epochs, 0, self.epoch, self.generators)
 
     def state_dict(self, newest: Checkpointer | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
-from asyncloader.epochs import hears, restore
+from asyncloader.epochs import hears, tell
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.indices import Indices
 from asyncloader.messages.snapshot import Frozen, Pace
@@ -393,7 +393,7 @@ def may_be_looked_at(index_sampler: Any) -> bool:
 
 def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Sequence[int | None]) -> None:
     """Load the state of a sampler, before it is iterated over; set epochs as they had been set."""
-    restore(samplers_within(index_sampler), epochs)
+    tell(samplers_within(index_sampler), epochs)
     sampler = stateful_sampler(index_sampler)
     if sampler is not None and states is not None and states["sampler"] is not None:
         with Drawing():  # it may set global generators

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from asyncloader.epochs import Told, as_number
+from asyncloader.epochs import as_number
 from asyncloader.errors import ConfigurationError
 from asyncloader.messages.indices import listed
 from asyncloader.messages.snapshot import Frozen
@@ -74,7 +74,7 @@ def batch_of(loader: Any, epoch: int, number: int) -> Any:
     state = _of_one_batch(found, number)
     twin, runs = found.twin, found.twin._runs
     options: Options = twin._loader_options()
-    runs.set_epochs.of_past_run = () if options.is_in_process else tuple(map(Told, found.told))
+    runs.set_epochs.of_past_run = [] if options.is_in_process else found.told
     runs.set_epochs.note_load(options)  # what was told by now is no other epoch than that of the batch
     iterator: Any
     with left_alone(_drawn_from(options)):
@@ -193,9 +193,9 @@ def _refuse_epoch(loader: Any, told: list[int | None]) -> None:
     """See that the dataset can be at the epoch of a run: the one of this process is told nothing here."""
     options: Options = loader._loader_options()
     for now, then in zip(loader._runs.set_epochs.of_dataset(options.dataset), told, strict=False):
-        if now.number != then and (options.is_in_process or then is None):
+        if now != then and (options.is_in_process or then is None):
             raise ConfigurationError(
-                f"the dataset is at epoch {now.number} in this process, and was at epoch {then} in that run: call "
+                f"the dataset is at epoch {now} in this process, and was at epoch {then} in that run: call "
                 "set_epoch before batch, or use worker processes, whose copies of it are told that epoch; none can be "
                 "told that there was none"
             )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncloader.engine.progress import Progress, SamplerState
-from asyncloader.epochs import Told, listeners, restore, tell
+from asyncloader.epochs import listeners, tell
 from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_here, from_plain
 from asyncloader.options import Options
 from asyncloader.plain import unplain
@@ -119,7 +119,7 @@ def begin(
         generators,
         drawn.shared_seed,
         sampler_epochs=runs.set_epochs.of_samplers(options.index_sampler),
-        dataset_epochs=[each.number for each in runs.set_epochs.of_dataset(options.dataset)],
+        dataset_epochs=runs.set_epochs.of_dataset(options.dataset),
         has_past=last is not None,
         num_workers=int(options.num_workers) if options.is_auto else None,
         warned=runs.warned,
@@ -137,7 +137,7 @@ def _rewind(
     """
     before, set_by_trainer = rng.capture(), runs.set_by_trainer(rng)
     if state["passes"]:
-        _repeat_passes(options.index_sampler, states, state["passes"], runs)
+        _repeat_passes(options, states, state["passes"], runs)
     at_iter = rng.from_text(state["at_iter"])
     if is_between_runs(state):
         pairs = zip(before, at_iter, set_by_trainer, strict=False)
@@ -202,10 +202,10 @@ def _load(
     if left is not None and options.keeps_dataset and not options.is_iterable:
         return samplers, left.starts
     if state is not None:
-        with runs.set_epochs.telling():
-            restore(listeners(options.dataset), state["dataset_epochs"])
-            runs.begin_from(state, options)
-    news = runs.set_epochs.since_load(state, options)
+        tell(listeners(options.dataset), state["dataset_epochs"])
+        runs.begin_from(state, options)
+    is_between = state is not None and is_between_runs(state)
+    news = tuple(runs.set_epochs.since_load(options).dataset) if is_between else ()
     is_dataset_loaded = options.is_inline and _load_dataset(options, state, news)
     return samplers, _starts(options, None if is_dataset_loaded else state, news)
 
@@ -290,11 +290,12 @@ def _progress(
     )
 
 
-def _repeat_passes(index_sampler: Any, states: dict[str, Any] | None, passes: list[int], runs: Runs) -> None:
+def _repeat_passes(options: Options, states: dict[str, Any] | None, passes: list[int], runs: Runs) -> None:
     """Have samplers be read as they were in epochs that are over or were left: so they do what they do then."""
+    index_sampler = options.index_sampler
     if states is None:
         return
-    chosen = runs.set_epochs.of_samplers_since_load(index_sampler)
+    chosen = runs.set_epochs.since_load(options).samplers
     load_samplers(index_sampler, states, ())
     for number, answers in enumerate(passes):
         with Drawing():
@@ -303,7 +304,7 @@ def _repeat_passes(index_sampler: Any, states: dict[str, Any] | None, passes: li
         # not iterated over the sampler within, if it is torch's.
         if answers and not hasattr(keys, "follow"):
             Plan(index_sampler, keys, Progress(), Pace()).resume(None if number else states, answers)
-    restore(samplers_within(index_sampler), chosen)
+    tell(samplers_within(index_sampler), chosen)
 
 
 def _load_samplers(
@@ -315,9 +316,9 @@ def _load_samplers(
     """
     index_sampler, samplers, latest = options.index_sampler, SamplerState(None), runs.latest
     if state is not None:
-        chosen = runs.set_epochs.of_samplers_since_load(index_sampler) if is_between_runs(state) else []
+        chosen = runs.set_epochs.since_load(options).samplers if is_between_runs(state) else []
         load_samplers(index_sampler, None if state["passes"] else states, state["set_epochs"])
-        restore(samplers_within(index_sampler), chosen)
+        tell(samplers_within(index_sampler), chosen)
         samplers = SamplerState(None if states is None else Frozen(states), state["drawn"], tuple(state["passes"]))
     else:
         samplers = runs.samplers_now()
@@ -336,7 +337,7 @@ def _load_samplers(
     return samplers._replace(state=own_state(index_sampler))
 
 
-def _load_dataset(options: Options, state: dict[str, Any] | None, news: tuple[Told, ...]) -> bool:
+def _load_dataset(options: Options, state: dict[str, Any] | None, news: tuple[int | None, ...]) -> bool:
     """Bring the dataset of this process to where it was between two runs, before anything of the next one is drawn.
 
     The state may set a global generator. Where batches were made since, they are made again later.
@@ -348,12 +349,12 @@ def _load_dataset(options: Options, state: dict[str, Any] | None, news: tuple[To
         return False
     with Drawing():
         options.dataset.load_state_dict(starts[0].snapshot["dataset"])
-    tell(options.dataset, news, ())
+    tell(listeners(options.dataset), news)
     return True
 
 
 def _starts(
-    options: Options, state: dict[str, Any] | None, news: tuple[Told, ...] = ()
+    options: Options, state: dict[str, Any] | None, news: tuple[int | None, ...] = ()
 ) -> dict[int, WorkerStart] | None:
     """Return where workers begin, if the dataset is one that they have a place or a state in."""
     if not options.is_iterable and not (options.snapshot_every and is_stateful(options.dataset)):

@@ -173,20 +173,20 @@ class Runs:
                     run.progress.asked_alone = run.progress.asked
             self.past.append(checkpointer)
 
-    def remaining(self, length: int, index_sampler: Any) -> int:
+    def remaining(self, length: int, options: Callable[[], Options]) -> int:
         """Return how many batches are left of the run that is spoken of, which has so many if it is a whole one.
 
         Where the samples are divided anew at each resume, batches before it were of another size, perhaps, and the
         epoch that is set now is another one: then what is left is counted from there.
         """
-        if self.loaded is not None and self.set_epochs.is_another(self.loaded, index_sampler):
+        if self.loaded is not None and self.set_epochs.of_another(self.loaded, options()) is not None:
             return length
         record, done, began = self.current.record(), self.done, self.loaded
         if began is None and record is not None:
             began = record.resumed
         if began is not None and began["position"] <= done and (done or self._has_begun):
             if self._left is None or self._left[0] is not began:
-                self._left = began, left_after(index_sampler, began)
+                self._left = began, left_after(options().index_sampler, began)
             if (left := self._left[1]) is not None:
                 return max(0, left + int(began["position"]) - done)
         return max(0, length - done)

@@ -11,15 +11,14 @@ remembered here.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from torch.utils.data import DistributedSampler
 
-from asyncloader.epochs import Told, listeners, numbers, restore, told
+from asyncloader.epochs import changed, listeners, numbers, tell
 from asyncloader.options import Options
 from asyncloader.protocols import probe
 from asyncloader.run.checkpoint import is_between_runs
@@ -36,7 +35,7 @@ class Chosen(NamedTuple):
 
 
 class SetEpochs:
-    """What was told. Used in the threads of consumers; `of_copy` by a copy that is made in any thread.
+    """What was told. Used in the threads of consumers.
 
     Attributes:
         of_past_run: What the dataset had been told before a past run. Workers that make a batch of that again are told
@@ -44,29 +43,18 @@ class SetEpochs:
     """
 
     def __init__(self) -> None:
-        self.of_past_run: tuple[Told, ...] = ()
-        self._last = Told()  # by the loader
-        self._by_state: tuple[list[int | None], list[int | None]] = [], []  # since then, to samplers and to the dataset
-        self._is_telling = False  # a copy that is made now may have been told, or not
+        self.of_past_run: list[int | None] = []
+        self._number: int | None = None  # by the loader, last
+        self._by_state = Chosen([], [])  # since then
         self._is_set = False  # the epoch that begins, by the user
         self._has_warned = False
-        self._calls_when_loaded = 0
-        self._samplers_when_loaded: list[int | None] = []
-        self._dataset_when_loaded: tuple[Told, ...] = ()
-
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell samplers and the dataset of an epoch, in what is inside."""
-        self._is_telling = True
-        try:
-            yield
-        finally:
-            self._is_telling = False
+        self._is_told_since_load = False  # by the loader, be it the number that all have shown
+        self._when_loaded = Chosen([], [])
 
     def note(self, epoch: int) -> None:
         """Note that the loader has told samplers and the dataset of an epoch."""
-        self._last = Told(epoch, self._last.calls + 1)
-        self._by_state = [], []
+        self._number, self._is_told_since_load = epoch, True
+        self._by_state = Chosen([], [])
 
     def begin_epoch(self, index_sampler: Any, *, last: Sequence[int | None] | None) -> None:
         """Have samplers that count epochs go on to the next one, unless the user has set one.
@@ -95,7 +83,7 @@ class SetEpochs:
             before: What samplers were told before the epoch that is over.
             of_dataset: The same of the dataset.
         """
-        if self._has_warned or self._last.calls:
+        if self._has_warned or self._number is not None:
             return
         told = zip(before, self.of_samplers(options.index_sampler), strict=False)
         pairs = zip(samplers_within(options.index_sampler), told, strict=False)
@@ -109,7 +97,7 @@ class SetEpochs:
             )
         copies = zip(listeners(options.dataset), of_dataset, self.of_dataset(options.dataset), strict=False)
         if options.has_workers and options.persistent_workers:
-            same = [one for one, was, told in copies if was == told.number and not probe(one, "counts_epochs")]
+            same = [one for one, was, told in copies if was == told and not probe(one, "counts_epochs")]
             if same:
                 self._has_warned = True
                 log.warning(
@@ -122,67 +110,45 @@ class SetEpochs:
 
     def note_state(self, state: dict[str, Any], options: Options) -> None:
         """Note what a state has told samplers and the dataset that a run begins from."""
-        before = self.of_samplers(options.index_sampler), [each.number for each in self.of_dataset(options.dataset)]
+        before = self._now(options)
         since = state["set_epochs"], state["dataset_epochs"]
-        self._by_state = _changed(before[0], since[0]), _changed(before[1], since[1])
+        self._by_state = Chosen(*map(_merged, before, since))
 
     def note_load(self, options: Options) -> None:
         """Note what is told when a state is loaded: an epoch that is set afterwards goes before the state's."""
-        self._calls_when_loaded = self._last.calls
         for sampler in counting(options.index_sampler):
             sampler.is_epoch_set = False
-        self._samplers_when_loaded = self.of_samplers(options.index_sampler)
-        self._dataset_when_loaded = self.of_dataset(options.dataset)
+        self._is_told_since_load, self._when_loaded = False, self._now(options)
+
+    def _now(self, options: Options) -> Chosen:
+        return Chosen(self.of_samplers(options.index_sampler), self.of_dataset(options.dataset))
 
     def of_samplers(self, index_sampler: Any) -> list[int | None]:
         """Return what samplers were told, from the outermost on."""
-        return numbers(samplers_within(index_sampler), self._last.number, self._by_state[0])
+        return numbers(samplers_within(index_sampler), self._number, self._by_state.samplers)
 
-    def of_dataset(self, dataset: Any) -> tuple[Told, ...]:
+    def of_dataset(self, dataset: Any) -> list[int | None]:
         """Return what each of a dataset's listeners was told."""
-        return told(dataset, self._last, self._by_state[1])
+        return self.of_past_run or numbers(listeners(dataset), self._number, self._by_state.dataset)
 
-    def of_copy(self, dataset: Any) -> tuple[Told, ...]:
-        """Return what each was told of a copy of the dataset that is made now; nothing while the dataset is told."""
-        return () if self._is_telling else self.of_dataset(dataset)
-
-    def of_samplers_since_load(self, index_sampler: Any) -> list[int | None]:
-        """Return what samplers were told since a state was loaded; None for those that may have been told nothing."""
-        now = self.of_samplers(index_sampler)
-        if self._last.calls > self._calls_when_loaded:  # all of them, even if it is the number that they had
+    def since_load(self, options: Options) -> Chosen:
+        """Return what was told since a state was loaded; None for those that may have been told nothing."""
+        now = self._now(options)
+        if self._is_told_since_load:
             return now
-        pairs = zip(now, self._samplers_when_loaded, strict=False)
-        return [epoch if epoch != before else None for epoch, before in pairs]
+        return Chosen(*(list(changed(*pair)) for pair in zip(now, self._when_loaded, strict=True)))
 
     def of_another(self, state: dict[str, Any], options: Options) -> Chosen | None:
         """Return what was told since a state was loaded, if that is another epoch than the one the state is in."""
-        if is_between_runs(state):
-            return None
-        dataset = zip(self.of_dataset(options.dataset), self._dataset_when_loaded, strict=False)
-        chosen = Chosen(
-            self.of_samplers_since_load(options.index_sampler),
-            [now.number if now != before else None for now, before in dataset],
-        )
+        chosen = self.since_load(options)
         is_news = _is_news(chosen.samplers, state["set_epochs"]) or _is_news(chosen.dataset, state["dataset_epochs"])
-        return chosen if is_news else None
-
-    def is_another(self, state: dict[str, Any], index_sampler: Any) -> bool:
-        """Whether samplers were told another epoch since a state was loaded than the one that the state is in."""
-        chosen = self.of_samplers_since_load(index_sampler)
-        return not is_between_runs(state) and _is_news(chosen, state["set_epochs"])
+        return chosen if is_news and not is_between_runs(state) else None
 
     def choose(self, chosen: Chosen, options: Options) -> None:
         """Tell samplers and the dataset of the epoch that was set after a state was loaded."""
-        with self.telling():
-            restore(samplers_within(options.index_sampler), chosen.samplers)
-            restore(listeners(options.dataset), chosen.dataset)
-            self._by_state = chosen.samplers, chosen.dataset
-
-    def since_load(self, state: dict[str, Any] | None, options: Options) -> tuple[Told, ...]:
-        """Return what the dataset was told since a state of the end of a run was loaded; nothing for other states."""
-        now = self.of_dataset(options.dataset)
-        is_news = state is not None and is_between_runs(state) and now != self._dataset_when_loaded
-        return now if is_news else ()
+        tell(samplers_within(options.index_sampler), chosen.samplers)
+        tell(listeners(options.dataset), chosen.dataset)
+        self._by_state = chosen
 
 
 def counting(index_sampler: Any) -> list[Any]:
@@ -195,5 +161,5 @@ def _is_news(chosen: list[int | None], known: Sequence[int | None]) -> bool:
     return any(now is not None and now != (before or 0) for now, before in pairs)
 
 
-def _changed(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:
+def _merged(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:
     return [was if now is None else now for was, now in zip(before, chain(since, repeat(None)), strict=False)]

@@ -163,7 +163,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _epoch_of(self, start: RunStart) -> EpochSpec:
         """Return the run in the form that workers receive."""
-        return start.checkpointer.epoch_spec(next(self._run_numbers), start.starts, self._epochs())
+        return start.checkpointer.epoch_spec(next(self._run_numbers), start.starts)
 
     def _make_run(self, epoch: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
         return workplace.make_run(self._options, self._runs, epoch, plan, progress)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from asyncloader.backends.backend import Backend
@@ -19,15 +18,12 @@ from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session
 from asyncloader.engine.supervisor import Auto, Supervisor
-from asyncloader.epochs import Told
 from asyncloader.machine import usable_cores
-from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.messages.messages import EpochSpec, WorkerSpec
 from asyncloader.observe.faults import Faults
 from asyncloader.options import Options
 from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.runs import Runs
-from asyncloader.weak import while_alive
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
@@ -56,30 +52,25 @@ def make_session(
     """
     portal = get_portal()
     loop = GuardedLoop(portal.loop)
-    of_copy = while_alive(runs.set_epochs.of_copy, tuple[Told, ...]())
-    copied = CopiedDataset(spec.dataset, partial(of_copy, spec.dataset))
-    pool = _make_pool(options, spec, loop, copied, home)
+    pool = _make_pool(options, spec, loop, home)
     auto = Auto(Controller(options, options.num_workers, usable_cores()), tell) if options.is_auto else None
     supervisor = Supervisor(loop, pool, options, auto)
-    session = Session(portal, loop, pool, run, supervisor, make_finisher(loop))
-    copied.has_run_ended = while_alive(session.has_run_ended, False)
-    return session
+    return Session(portal, loop, pool, run, supervisor, make_finisher(loop))
 
 
 def _make_pool(
     options: Options,
     spec: WorkerSpec,
     loop: GuardedLoop,
-    copied: CopiedDataset,
     home: asyncio.AbstractEventLoop | None,
 ) -> Backend:
     """Decide where the workers run: on a loop (0 of them), on threads, in processes, where a provider has them."""
     if options.is_in_process:
-        return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=home, copied=copied)
+        return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=home)
     if options.provider is not None:
         backend: Backend = options.provider.make_backend(options, spec, loop)
         return backend
-    pool = Pool(loop, options.start_context, spec, copied)
+    pool = Pool(loop, options.start_context, spec)
     pool.pack()
     return pool
 

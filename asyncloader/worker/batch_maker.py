@@ -24,7 +24,7 @@ from zlib import crc32
 
 import torch
 
-from asyncloader.epochs import tell
+from asyncloader.epochs import changed, listeners, tell
 from asyncloader.messages.failure import (
     BadSample,
     Blame,
@@ -145,6 +145,7 @@ class BatchMaker:
         self._own_states: list[tuple[Any, Any]] = []  # as they are outside of samples
         self._reseeded: set[str] = set()  # by `worker_init_fn`
         self._epoch: EpochSpec
+        self._told: tuple[int | None, ...] = ()  # the epochs of the run before
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
         self._stalls = Stalls()
@@ -153,7 +154,6 @@ class BatchMaker:
             self.spec = spec
             if host.is_remote:  # threads share their memory
                 self._memory = PrivateBytes(bound=spec.max_worker_memory)
-            self._epochs = spec.epochs  # that its copy of the dataset has been told
         else:
             self._unfit = spec
         self.failure = self._unfit
@@ -218,12 +218,13 @@ class BatchMaker:
             self._leave(before)
             restore(self._own_states)
             dataset = self._reseed_pipe(spec.dataset)
-            tell(dataset, epoch.epochs, self._epochs)
-            self._epochs = epoch.epochs or self._epochs
+            # A copy that begins its first run may have been made late, of a dataset that had been told another epoch.
+            news, self._told = changed(epoch.epochs, self._told), epoch.epochs
+            tell(listeners(dataset), news)
             if epoch.starts is not None:
                 start = epoch.starts[self._id]
                 self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
-                tell(dataset, start.epochs, ())
+                tell(listeners(dataset), start.epochs)
             self._find_generators()
             (open_source or self.open_fetcher)(dataset)
             if self._fetch is not None and self.keeper is not None and self.keeper.made:

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import pytest
 
-from asyncloader.epochs import Told
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
@@ -215,7 +214,7 @@ async def test_a_run_that_cannot_begin_forgets_the_tickets_of_the_last() -> None
             await asyncio.sleep(0)
         return samples
 
-    one, two = (epoch._replace(epochs=(Told(number, number),)) for number, epoch in enumerate(EPOCHS[1:], 1))
+    one, two = (epoch._replace(epochs=(number,)) for number, epoch in enumerate(EPOCHS[1:], 1))
     async with serving(dataset, collate_fn=collate) as (transport, _):
         transport.give(tickets([1], [2]))
         await dataset.come(1)

@@ -25,7 +25,6 @@ from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.process import WorkerProcess, launch_all
 from asyncloader.errors import could_not_start
-from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.messages.failure import with_notes
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import (
@@ -54,19 +53,12 @@ class Pool(BasePool[WorkerProcess]):
         loop: The portal's.
         context: How processes are started.
         spec: The dataset and functions that the workers work with.
-        copied: The dataset in that, if it may change while workers are made of it.
     """
 
     has_processes = True
 
-    def __init__(
-        self,
-        loop: GuardedLoop,
-        context: BaseContext,
-        spec: WorkerSpec,
-        copied: CopiedDataset | None = None,
-    ) -> None:
-        super().__init__(loop, spec, copied)
+    def __init__(self, loop: GuardedLoop, context: BaseContext, spec: WorkerSpec) -> None:
+        super().__init__(loop, spec)
         self._context = context
         self.takes_long = context.get_start_method() != "fork"  # in whichever thread
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
@@ -151,7 +143,7 @@ class Pool(BasePool[WorkerProcess]):
             WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps): WorkerLoans(self._slabs)
             for worker in workers
         }
-        of_all = self._source_of(epoch), self._slabs.handle(), epoch, self._spec.thread
+        of_all = self._source, self._slabs.handle(), epoch, self._spec.thread
         launches = [partial(each.launch, self._context, loans.starting, *of_all) for each, loans in started.items()]
         try:
             yield partial(launch_all, self._context, launches)
@@ -166,12 +158,6 @@ class Pool(BasePool[WorkerProcess]):
             raise
         self._loans |= started
         return list(started)
-
-    def _source_of(self, epoch: EpochSpec) -> Any:
-        """Return what a worker that is started now works with, or calls for it."""
-        if self._copied is None or self._context.get_start_method() != "fork":
-            return self._source
-        return partial(self._copied.spec_of_a_copy, self._spec, epoch)
 
     def discard(self, worker: int) -> None:
         """Kill the process of this worker id, whose end then is nobody's concern: another will take its place."""

@@ -17,7 +17,6 @@ from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
 from asyncloader.epochs import listeners
 from asyncloader.errors import LoaderClosedError
-from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -35,8 +34,6 @@ class LocalPool(BasePool[LocalWorker]):
         spec: The spec of the workers.
         on_threads: Each on a thread; otherwise there is one, on a loop.
         home: The loop of the user's that it is on; None for the portal's.
-        copied: The dataset in the spec, if it may change while workers are made of it. A dataset that hears of epochs
-            is copied here, in the consumer's thread: copies that are made later, of this one, have not heard of others.
     """
 
     has_processes = takes_long = False  # threads start at once
@@ -48,10 +45,10 @@ class LocalPool(BasePool[LocalWorker]):
         *,
         on_threads: bool,
         home: asyncio.AbstractEventLoop | None = None,
-        copied: CopiedDataset | None = None,
     ) -> None:
+        # A dataset that hears of epochs is copied in the consumer's thread, and not while it is told one.
         is_copied = on_threads and any(True for _ in listeners(spec.dataset))
-        super().__init__(loop, spec.with_dataset(private_copy(spec.dataset)) if is_copied else spec, copied)
+        super().__init__(loop, spec.with_dataset(private_copy(spec.dataset)) if is_copied else spec)
         self._on_threads = on_threads
         self._home = home
 

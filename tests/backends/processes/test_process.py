@@ -410,14 +410,14 @@ def test_a_worker_is_up_before_its_trainer_has_its_turn(
 def test_a_source_that_takes_long_to_open(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """As on another machine, where forked workers unpickle the dataset: that is the user's code, and may take long."""
 
-    def slow(workers: pool.Pool, epoch: Any) -> Any:
+    def slow(workers: Any) -> None:
         def opened() -> Any:
             time.sleep(1.0)
             return workers._spec
 
-        return opened
+        workers._source = opened
 
-    monkeypatch.setattr(pool.Pool, "_source_of", slow)
+    monkeypatch.setattr(pool.Pool, "pack", slow)
     monkeypatch.setattr(process, "_UP_S", 0.2)
     loader = DataLoader(Squares(), num_workers=2, multiprocessing_context="fork")
     assert squares_of(loader) == [index**2 for index in range(8)]
