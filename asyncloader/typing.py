@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncloader.datasets.sample_store import StoreUsage
     from asyncloader.observe.faults import Faults
     from asyncloader.observe.figures import Stages, Waiting, Workers, WorkerStats
-    from asyncloader.observe.tally import Timing
+    from asyncloader.observe.timing import Timing
     from asyncloader.observe.verdict import Verdict
     from asyncloader.run.base_iterator import BaseIterator
 else:
@@ -57,7 +57,7 @@ _MODULES = {
     "Faults": "observe.faults",
     "Stages": "observe.figures",
     "StoreUsage": "datasets.sample_store",
-    "Timing": "observe.tally",
+    "Timing": "observe.timing",
     "Verdict": "observe.verdict",
     "Waiting": "observe.figures",
     "WorkerStats": "observe.figures",

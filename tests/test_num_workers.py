@@ -270,7 +270,7 @@ def test_workers_that_come_and_go_are_in_the_timeline_and_the_figures(tmp_path: 
     wait_for_workers(loader, 2)
     list(iterator)
     events = json.loads((tmp_path / "trace.json").read_text())
-    assert [event["args"] for event in events if event["name"] == "workers"] == [{"workers": 2}]
+    assert [event["name"] for event in events if event["ph"] == "i"] == ["epoch 0", "2 workers"]
     stats = loader.stats()
     assert stats.as_dict()["workers"]["changes"] == [stats.workers.changes[0]._asdict()]
     assert "workers came and went: 2 after" in str(stats)

@@ -23,7 +23,7 @@ from asyncloader.cli.report import Report
 from asyncloader.cli.script import first_loader
 from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
-from asyncloader.observe.tally import show_s
+from asyncloader.observe.timing import show_s
 
 app = typer.Typer(
     help="See what a data loader does, and make it faster.",

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Start
 from asyncloader.engine.roster import Roster
-from asyncloader.observe.tally import show_bytes
+from asyncloader.observe.timing import show_bytes
 from asyncloader.options import Options
 
 log = logging.getLogger("asyncloader")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.tally import Timing
+from asyncloader.observe.record import Record
+from asyncloader.observe.timing import Timing
 
 
 @dataclass(slots=True)
@@ -20,6 +21,8 @@ class WorkerStats:
         busy_s: Seconds that it worked.
         first_s: The part of them that its first batch took, in which it may have opened files.
         idle_s: Seconds that it waited for something to do, its first ticket left aside.
+        cpu_s: CPU seconds of its work.
+        stalled_s: Seconds that it was ready to run while others had the cores.
         private_bytes: Memory that it has to itself, looked at about once a second; 0 if that is not known. Memory
             shared with this process or with other workers does not count: batches, the dataset of a forked worker.
     """
@@ -30,6 +33,21 @@ class WorkerStats:
     first_s: float = 0.0
     idle_s: float = 0.0
     private_bytes: int = 0
+    cpu_s: float = 0.0
+    stalled_s: float = 0.0
+
+    def count(self, record: Record) -> None:
+        """Count what it has noted about a batch."""
+        busy_s = record.busy_s
+        if self.batches:
+            self.idle_s += record.wait_s
+        else:  # it has waited for the start
+            self.first_s = busy_s
+        self.batches += 1
+        self.busy_s += busy_s
+        self.cpu_s += record.cpu_s
+        self.stalled_s += record.stalled_s
+        self.private_bytes = record.private_bytes
 
 
 class Change(NamedTuple):
@@ -180,11 +198,10 @@ class Figures:
     workers: Workers
     faults: Faults
     options: dict[str, Any]
-    ranks_s: float = 0.0
 
     @property
     def waited_share(self) -> float:
         """Share of the time since the first batch in which the consumer waited; at most 1 with several consumers."""
         waited_s = self.waiting.consumer.total_s
-        total_s = waited_s + self.training_s + self.ranks_s
+        total_s = waited_s + self.training_s
         return waited_s / total_s if total_s else 0.0

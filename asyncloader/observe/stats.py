@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from asyncloader.observe.figures import Figures
-from asyncloader.observe.tally import Timing, show_bytes, show_s
+from asyncloader.observe.timing import Timing, show_bytes, show_s
 from asyncloader.observe.verdict import Verdict, judge
 
 _MOST_SHOWN = 8
@@ -41,8 +41,6 @@ class LoaderStats(Figures):
         workers: What the workers did, each of them and together.
         faults: What went wrong and was mended, or was raised in place of a batch.
         options: Options of the loader that the verdict builds on.
-        ranks_s: Seconds between the first batch and the last in which other ranks were waited for, with
-            ``equal_steps``.
     """
 
     @property

@@ -1,6 +1,7 @@
 """Write a timeline of what happened: for Perfetto (https://ui.perfetto.dev), or Chrome's about:tracing.
 
-    loop thread, consumers ── note ──> events in hand ── every 512, in a consumer's thread ──> file
+    consumers ── rows of batches ──┬──> in hand ── every 512, in a consumer's thread ──> file
+    loop thread ── marks ──────────┘
 
 A track for each worker, for the channel (sending tickets and reading answers), the pin thread and the consumer. The
 file is whole JSON after each writing, and open during writing only, so a run that is killed leaves a timeline up to
@@ -14,22 +15,22 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any
+
+from asyncloader.observe.record import ROW
 
 log = logging.getLogger("asyncloader")
 
 _WRITE_AT = 512
 _END = b"\n]\n"
 _INSTANT_S = 1e-6
-_TRAINER = 1  # the number of this process
 _CONSUMER, _CHANNEL, _PIN, _WORKER = 1, 2, 3, 100  # the numbers of the tracks; workers count on
 _LANES = 64  # tracks of a worker at most: one for each of the batches that it fetches at once
-
-Event: TypeAlias = "Callable[..., Iterator[dict[str, Any]]]"
-"""Makes what viewers are shown of an event: `epoch`, `batch`, `taken` and so on."""
+_NAMES = {_CONSUMER: "consumer", _CHANNEL: "channel", _PIN: "pin thread"}
 
 
 class Trace:
@@ -45,50 +46,44 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._began = perf_counter()
-        self._events: list[tuple[Any, ...]] = []
+        self._noted: list[tuple[float | str, Any]] = []
         self._named: set[int] = set()
         self._lanes: dict[int, list[float]] = {}  # of each worker, until when its lanes are taken
         self._lock = threading.Lock()
-        self._is_open = True
-        self._pid = os.getpid()  # a fork of this process leaves the file alone
+        self._writer: int | None = os.getpid()  # a fork of this process leaves the file alone
         self._end_at = 1
         self.path.write_bytes(b"[" + _END)
 
-    def note(self, event: Event, *values: Any) -> None:
-        """Note an event with the values that it takes: its events for viewers are made when the file is written."""
-        self._events.append((event, *values))
+    def mark(self, text: str, at: float) -> None:
+        """Note an event of the whole run."""
+        self._noted.append((text, at))
+
+    def note(self, epoch: int, row: list[float]) -> None:
+        """Note a batch that a consumer took in this run of the loader, by its row."""
+        self._noted.append((epoch, row))
 
     # ----------------------------------------------------------------------------------------------- writing
-
-    def is_written_here(self, path: str | os.PathLike[str]) -> bool:
-        """Whether this process writes it, into that file: it is no fork of who does, and nothing went wrong."""
-        is_ours = self._is_open and self._pid == os.getpid()
-        return is_ours and os.path.realpath(self.path) == os.path.realpath(path)
 
     @property
     def is_due(self) -> bool:
         """Whether there is so much that it should be written."""
-        return len(self._events) >= _WRITE_AT
+        return len(self._noted) >= _WRITE_AT
 
     def write(self, *, wait: bool = True) -> None:
         """Write what was noted. If the file does not take it, say so once; the training goes on.
 
         Finalizers do not wait for a thread that is writing, which may be the one they interrupt.
         """
-        if self._pid != os.getpid() or not self._lock.acquire(blocking=wait):
+        if self._writer != os.getpid() or not self._lock.acquire(blocking=wait):
             return
         try:
-            until = len(self._events)
-            events, self._events[:until] = self._events[:until], []
-            if not events or not self._is_open:
-                return
-            text = b",\n".join(json.dumps(event).encode() for noted in events for event in self._expand(noted))
-            text = (b",\n" if self._end_at > 1 else b"\n") + text
-            try:
-                self._append(text)
-            except OSError as error:
-                self._is_open = False
-                log.warning("The timeline in %s ends here, the training goes on: %s", self.path, error)
+            until = len(self._noted)
+            noted, self._noted[:until] = self._noted[:until], []
+            if text := b",\n".join(json.dumps(event).encode() for each in noted for event in self._events(*each)):
+                self._append((b",\n" if self._end_at > 1 else b"\n") + text)
+        except OSError as error:
+            self._writer = None
+            log.warning("The timeline in %s ends here, the training goes on: %s", self.path, error)
         finally:
             self._lock.release()
 
@@ -106,26 +101,46 @@ class Trace:
                 raise
         self._end_at += len(text)
 
-    def close(self) -> None:
-        """Write the events that are left. Events that are noted later are dropped."""
-        self.write()
-        self._is_open = False
+    # --------------------------------------------------------------------------------------- what viewers are shown
 
-    # --------------------------------------------------------------------------------------------- expanding
-
-    def _expand(self, noted: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-        make, *values = noted
-        if make is batch:
-            _, worker, _, began, stages, *_ = values
-            values[1] = self._track(worker, began, began + sum(seconds for _, seconds in stages))
-        for event in make(*values):
-            if (track := event["tid"]) not in self._named:
+    def _events(self, what: Any, value: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(what, str):
+            yield {"ph": "i", "s": "g", "pid": 1, "tid": _CONSUMER, "name": what, "ts": self._us(value)}
+            return
+        row = SimpleNamespace(**dict(zip(ROW, value, strict=True)))
+        args = {"batch": int(row.batch), "epoch": what}
+        for track, name, began, seconds in self._slices(row):
+            if track not in self._named:
                 self._named.add(track)
                 yield from _names(track)
-            for key in ("ts", "dur"):
-                if key in event:
-                    event[key] = round((event[key] - self._began * (key == "ts")) * 1e6, 1)
-            yield {"pid": _TRAINER, **event}
+            us = {"ts": self._us(began), "dur": round(max(seconds, _INSTANT_S) * 1e6, 1)}
+            yield {"ph": "X", "pid": 1, "tid": track, "name": name, **us, "args": args}
+        ready = {"batches": int(row.lay_ready)}
+        yield {"ph": "C", "pid": 1, "tid": _CONSUMER, "name": "ready", "ts": self._us(row.taken_at), "args": ready}
+
+    def _us(self, at: float) -> float:
+        return round((at - self._began) * 1e6, 1)
+
+    def _slices(self, row: SimpleNamespace) -> Iterator[tuple[int, str, float, float]]:
+        """Return the track, name, beginning and length of each thing that happened to a batch."""
+        is_here = row.worker < 0
+        work_s = row.read_at - row.began if is_here else row.fetch_s + row.collate_s + row.encode_s
+        track = self._track(int(row.worker), row.began, row.began + work_s)
+        yield track, f"batch {row.batch:.0f}", row.began, work_s
+        fetched_at = row.began + work_s - row.collate_s - row.encode_s
+        yield track, "fetch", row.began, fetched_at - row.began
+        yield track, "collate", fetched_at, row.collate_s
+        if not is_here:
+            yield track, "encode", fetched_at + row.collate_s, row.encode_s
+            yield _CHANNEL, "send", row.sent_at, 0.0
+            yield _CHANNEL, "receive", row.arrived_at, row.read_at - row.arrived_at
+        if row.pin_s:
+            yield _PIN, "pin", row.made_at - row.pin_s, row.pin_s
+        if row.idle_from:
+            began = row.idle_from + _INSTANT_S  # after the slice in which the last one was taken
+            yield _CONSUMER, "train", began, row.asked_at - began
+        yield _CONSUMER, "wait", row.asked_at, row.taken_at - row.asked_at
+        yield _CONSUMER, "take", row.taken_at, 0.0
 
     def _track(self, worker: int, began: float, ended: float) -> int:
         """Return the first track of the worker on which nothing overlaps this."""
@@ -138,90 +153,15 @@ class Trace:
 
 def _names(track: int) -> Iterator[dict[str, Any]]:
     worker, lane = divmod(track - _WORKER, _LANES)
-    fixed = {_CONSUMER: "consumer", _CHANNEL: "channel", _PIN: "pin thread"}
-    name = fixed.get(track) or ("this process" if worker < 0 else f"worker {worker}") + f" ({lane + 1})" * bool(lane)
-    common = {"pid": _TRAINER, "ph": "M", "tid": track}
-    yield {**common, "name": "thread_name", "args": {"name": name}}
+    of_worker = ("this process" if worker < 0 else f"worker {worker}") + f" ({lane + 1})" * bool(lane)
+    common = {"pid": 1, "ph": "M", "tid": track}
+    yield {**common, "name": "thread_name", "args": {"name": _NAMES.get(track, of_worker)}}
     yield {**common, "name": "thread_sort_index", "args": {"sort_index": track}}
 
 
-def _slice(track: int, name: str, began: float, seconds: float, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "tid": track, "name": name, "ts": began, "dur": max(seconds, _INSTANT_S), "args": args}
+# ------------------------------------------------------------------------------------------------------- sharing
 
-
-def epoch(at: float, number: int) -> Iterator[dict[str, Any]]:
-    """A run begins."""
-    yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"epoch {number}", "ts": at}
-
-
-def workers(at: float, number: int) -> Iterator[dict[str, Any]]:
-    """The number of workers has changed to this."""
-    yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"{number} workers", "ts": at}
-    yield {"ph": "C", "tid": _CONSUMER, "name": "workers", "ts": at, "args": {"workers": number}}
-
-
-def renewed(at: float, worker: int) -> Iterator[dict[str, Any]]:
-    """Another process has taken the place of a worker."""
-    yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"worker {worker} renewed", "ts": at}
-
-
-def memory(at: float, worker: int, private_bytes: int) -> Iterator[dict[str, Any]]:
-    """A worker has so much memory to itself."""
-    args = {"MB": round(private_bytes / 1e6, 1)}
-    yield {"ph": "C", "tid": _CONSUMER, "name": f"memory of worker {worker}", "ts": at, "args": args}
-
-
-def batch(
-    batch: int, track: int, sent_at: float, began: float, stages: Any, arrived_at: float, now: float
-) -> Iterator[dict[str, Any]]:
-    """A batch has come, from a worker or from this process (noted as worker -1).
-
-    Args:
-        batch: The number of its ticket.
-        track: Where it is shown; noted is the worker.
-        sent_at: When its ticket was sent, 0.0 for never.
-        began: When the work began.
-        stages: Names and seconds of what the worker did, one after the other.
-        arrived_at: When it arrived, 0.0 for never.
-        now: When it has been read. All times are on this machine's clock.
-    """
-    if sent_at:
-        yield _slice(_CHANNEL, "send", sent_at, 0.0, batch=batch)
-    yield _slice(track, f"batch {batch}", began, sum(seconds for _, seconds in stages), batch=batch)
-    for name, seconds in stages:
-        yield _slice(track, name, began, seconds, batch=batch)
-        began += seconds
-    if arrived_at:
-        yield _slice(_CHANNEL, "receive", arrived_at, now - arrived_at, batch=batch)
-
-
-def pinned(batch: int, now: float, seconds: float) -> Iterator[dict[str, Any]]:
-    """A copy into page-locked memory has just been made."""
-    yield _slice(_PIN, "pin", now - seconds, seconds, batch=batch)
-
-
-def taken(batch: int, last_at: float, asked_at: float, now: float, ready: int, epoch: int) -> Iterator[dict[str, Any]]:
-    """A consumer took a batch.
-
-    Args:
-        batch: Its number in the plan.
-        last_at: When the last one was taken, 0.0 for never.
-        asked_at: When it was asked for.
-        now: When it was taken.
-        ready: How many more lay ready.
-        epoch: The run of the loader.
-    """
-    if last_at:
-        began = last_at + _INSTANT_S  # after the slice in which the last one was taken
-        yield _slice(_CONSUMER, "train", began, asked_at - began)
-    yield _slice(_CONSUMER, "wait", asked_at, now - asked_at, batch=batch)
-    yield _slice(_CONSUMER, "take", now, 0.0, batch=batch, epoch=epoch)
-    yield {"ph": "C", "tid": _CONSUMER, "name": "ready", "ts": now, "args": {"batches": ready}}
-
-
-# ------------------------------------------------------------------------------------------------------- faces
-
-_by_loader: weakref.WeakKeyDictionary[Any, Trace] = weakref.WeakKeyDictionary()
+_open: weakref.WeakValueDictionary[tuple[int, str], Trace] = weakref.WeakValueDictionary()
 _sharing = threading.Lock()
 
 
@@ -233,14 +173,9 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
-def shared_trace(path: str | os.PathLike[str], loader: Any) -> Trace:
-    """Return the timeline that loaders of this process write into a file: one, as long as any of them is there.
-
-    Args:
-        path: The file.
-        loader: An object that lives as long as the loader.
-    """
+def shared_trace(path: str | os.PathLike[str]) -> Trace:
+    """Return the timeline that loaders of this process write into a file: one, as long as any of them is there."""
+    key = os.getpid(), os.path.realpath(path)
     with _sharing:
-        found = (trace for trace in _by_loader.values() if trace.is_written_here(path))
-        trace = _by_loader[loader] = next(found, None) or Trace(path)
+        trace = _open.get(key) or _open.setdefault(key, Trace(path))
     return trace

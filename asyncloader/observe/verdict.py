@@ -36,7 +36,6 @@ Limit: TypeAlias = Literal[
     "pin",
     "order",
     "overhead",
-    "ranks",
 ]
 
 _HARDLY = 0.05  # a trainer that waits a smaller share of its time than this does not wait
@@ -63,9 +62,8 @@ class Verdict:
     Attributes:
         limit: "training" (nothing to gain here), "sampler", "source" (a stream, or a feed: samples come no faster),
             "fetch", "collate", "transfer", "pin" (that stage of the batches),
-            "order" (workers stood idle behind a slow batch), "overhead" (batches too small), "ranks" (others are
-            slower, with ``equal_steps``), "starting" (most of the time went by before the first batch), or "unknown"
-            (too few batches to tell).
+            "order" (workers stood idle behind a slow batch), "overhead" (batches too small), "starting" (most of the
+            time went by before the first batch), or "unknown" (too few batches to tell).
         text: The sentence.
         advice: Options of the loader to change, and to what.
         gain: How many times as fast the whole would become by the advice, roughly; 1.0 if there is nothing to gain,
@@ -145,11 +143,6 @@ def judge(stats: Figures) -> Verdict:
     count = stats.batches - 1
     if count < max(4, 2 * stats.num_workers) or not stats.stages.work.count:
         return Verdict("unknown", f"{stats.batches} batches are too few to judge by")
-    waited_s = stats.waiting.consumer.total_s
-    if stats.ranks_s > max(waited_s, stats.training_s * _HARDLY):
-        share = stats.ranks_s / (stats.ranks_s + waited_s + stats.training_s)
-        text = f"training waited {share:.0%} of its time for other ranks: see the verdict of the slowest"
-        return Verdict("ranks", text)
     costs = _costs(stats, count)
     start_s = max(0.0, stats.first_batch_s - costs.work) if stats.num_workers else 0.0
     if start_s > _STARTS * stats.elapsed_s:

@@ -24,7 +24,6 @@ import asyncio
 import copy
 import logging
 import threading
-from time import perf_counter
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -180,8 +179,7 @@ class EqualStepsIterator(ClosableIterator):
             with self._turn:
                 while (due := self._due()) is not None:
                     if isinstance(due, Question):
-                        since = perf_counter()
-                        self._agree(due, due.answers.result(), since)
+                        self._agree(due, due.answers.result())
                     else:
                         self._pull()
                 step = self._next_step()
@@ -206,8 +204,7 @@ class EqualStepsIterator(ClosableIterator):
         while True:
             while (due := self._due()) is not None:
                 if isinstance(due, Question):
-                    since = perf_counter()
-                    self._agree(due, await asyncio.wrap_future(due.answers), since)
+                    self._agree(due, await asyncio.wrap_future(due.answers))
                 else:
                     await self._pull_async()
             step = self._next_step(in_async_for=True)
@@ -365,9 +362,8 @@ class EqualStepsIterator(ClosableIterator):
             own_group().ask(question)
         return question
 
-    def _agree(self, question: Question, told: list[list[int]], since: float) -> None:
-        """Go over to the chunk that all ranks have told of, for which they were waited for."""
-        self._inner._meter.waited_for_ranks(perf_counter() - since)
+    def _agree(self, question: Question, told: list[list[int]]) -> None:
+        """Go over to the chunk that all ranks have told of."""
         if self._place.question is not question:  # another task was quicker
             return
         _check_places({rank: tuple(place) for rank, (*place, _) in enumerate(told)})

@@ -11,14 +11,14 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import rich.console
 import rich.progress
-import torch
 import tqdm.asyncio
 
 from asyncloader import DataLoader, LoaderStats
-from asyncloader.observe.tally import Tally, Timing, show_bytes
+from asyncloader.observe.timing import Timing, show_bytes
 from tests.loads import Load
 
 pytestmark = pytest.mark.on_threads
@@ -147,17 +147,16 @@ def test_it_can_be_asked_at_any_time() -> None:
     assert stats.batches == 100
 
 
-def test_quantiles_are_right_to_within_five_percent() -> None:
-    """Of durations from 2 us to 20 s, and zeros count as such."""
-    seconds = 10 ** (torch.rand(5000, dtype=torch.float64) * 7 - 5.7)
-    tally = Tally("seconds", "zeros")
-    for value in seconds.tolist():
-        tally.add([value, 0.0])
-    timing, zeros = (Timing(tally.take(), column) for column in (0, 1))
-    for share in (0.01, 0.5, 0.9, 0.99):
-        assert timing.quantile(share) == pytest.approx(float(seconds.quantile(share)), rel=0.06)
-    assert timing.total_s == pytest.approx(float(seconds.sum()))
-    assert (zeros.p99_s, zeros.count) == (0.0, 5000)
+def test_timings_are_those_of_all_and_quantiles_of_the_last_thousand() -> None:
+    """However many there are at a time."""
+    seconds = np.random.default_rng(3).exponential(size=5000)
+    timing = Timing()
+    for part in np.split(seconds, [1, 257, 2000]):
+        timing = timing.plus(part)
+    assert (timing.count, timing.longest_s) == (5000, seconds.max())
+    assert timing.total_s == pytest.approx(seconds.sum())
+    assert timing.p99_s == pytest.approx(np.quantile(seconds[-1000:], 0.99))
+    assert (Timing().p50_s, Timing().plus(np.array([-1.0, 0.0])).longest_s) == (0.0, 0.0)
 
 
 @pytest.mark.processes

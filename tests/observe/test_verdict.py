@@ -5,22 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncloader.observe.figures import Workers, WorkerStats
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
-from asyncloader.observe.tally import Tally, Timing
+from asyncloader.observe.timing import Timing
 
 BATCHES = 41
 
 
 def timing(seconds: float) -> Timing:
     """Return what so many batches took, each as long."""
-    tally = Tally("seconds")
-    for _ in range(BATCHES - 1):
-        tally.add([seconds])
-    return Timing(tally.take(), 0)
+    return Timing().plus(np.full(BATCHES - 1, seconds))
 
 
 def figures(

@@ -119,15 +119,11 @@ def test_a_dataset_that_counts_epochs_goes_on_counting(ranks: list[dict[str, Any
 
 
 def test_figures_are_of_what_was_handed_over(ranks: list[dict[str, Any]]) -> None:
-    """Batches that are held, or left out, are not counted; waiting for other ranks is not training."""
+    """Batches that are held, or left out, are not counted."""
     for own in ranks:
         counted = own["counted"]
         assert counted["steps"] == counted["batches"] == 12
         assert [line.split(" in ")[0] for line in counted["summary"]] == ["epoch 0: 12 batches"]
-        assert counted["training_s"] < 0.2  # nothing was done with the batches; rank 0 waited for 0.7 s
-    quick = ranks[0]["counted"]
-    assert quick["ranks_s"] > 0.3
-    assert "of its time for other ranks" in quick["verdict"]
 
 
 def test_what_ranks_agree_on() -> None:
