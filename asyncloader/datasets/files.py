@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from asyncloader.datasets.blocking import executor
 from asyncloader.datasets.decoding import Decoder
-from asyncloader.datasets.source import listed, read_local
+from asyncloader.datasets.source import Part, listed, read_local
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -65,7 +65,7 @@ class FileDataset(Dataset[T_co]):
     def __getitem__(self, index: int) -> T_co:
         """Read and decode one file."""
         path = self.paths[operator.index(index)]
-        return self._decoder(read_local(path, 0, None), Path(path))  # type: ignore[no-any-return]
+        return self._decoder(read_local(Part(path)), Path(path))  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[T_co]:
         return map(self.__getitem__, range(len(self)))
@@ -73,7 +73,7 @@ class FileDataset(Dataset[T_co]):
     async def getitem(self, index: int) -> T_co:
         """Read and decode one file, without blocking the loop."""
         path = self.paths[operator.index(index)]
-        data = await _read(path, 0, None, executor=executor())
+        data = await _read(Part(path), executor=executor())
         return await self._decoder.call_async(data, Path(path))  # type: ignore[no-any-return]
 
 

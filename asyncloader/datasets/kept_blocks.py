@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,9 @@ from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
 from asyncloader.datasets.apart import run_apart
+from asyncloader.datasets.blocking import in_thread
 from asyncloader.datasets.decoding import Decoder
+from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.source import Source
 
 if TYPE_CHECKING:
@@ -24,12 +27,13 @@ V = TypeVar("V")
 
 
 class BlockDataset(Dataset[T_co]):
-    """A dataset of samples that lie in blocks of files, here or elsewhere.
+    """A dataset of samples that lie in blocks of files, here or elsewhere, of which each is read whole.
 
     Args:
         paths: Paths and urls of the files.
         decode: Makes a sample of what was read.
         cache_bytes: How many bytes of blocks each worker keeps.
+        size_of: How many bytes a block takes.
         store: A store of obstore's, in which the paths are names of objects.
         store_options: What else `obstore.store.from_url` takes.
     """
@@ -41,11 +45,13 @@ class BlockDataset(Dataset[T_co]):
         paths: list[str],
         decode: Callable[..., T_co] | None,
         cache_bytes: int,
+        size_of: Callable[[Any], int],
         store: ObjectStore | None,
         store_options: Mapping[str, Any],
     ) -> None:
         self.paths, self.decode = paths, decode
         self.cache_bytes = at_least("cache_bytes", cache_bytes, least=0)
+        self._kept: KeptBlocks[Any] = KeptBlocks(self.cache_bytes, size_of)
         self._decoder = Decoder(decode)
         self._source = Source(store, store_options)
         self._source.check(paths, type(self).__name__)
@@ -64,19 +70,52 @@ class BlockDataset(Dataset[T_co]):
         """How many samples there are in each block: for a BlockShuffleSampler."""
         return np.diff(self._blocks)
 
-    def _block_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.searchsorted(self._blocks, numbers, side="right") - 1
-
     def __getitem__(self, index: int) -> T_co:
         """Read and decode one sample."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read and decode the samples of a batch."""
-        raise NotImplementedError
+        numbers, blocks, missing = self._wanted(indices)
+        samples = self._found(numbers, blocks | {block: self._read(block) for block in missing})
+        return [self._decoder(*each) for each in samples]
+
+    async def getitems(self, indices: Sequence[int]) -> list[T_co]:
+        """Read and decode the samples of a batch, without blocking the loop."""
+        numbers, blocks, missing = self._wanted(indices)
+        read = await asyncio.gather(*map(self._read_async, missing))
+        samples = await in_thread(self._found, numbers, blocks | dict(zip(missing, read, strict=True)))
+        return [await self._decoder.call_async(*each) for each in samples]
 
     def __iter__(self) -> Iterator[T_co]:
         return map(self.__getitem__, range(len(self)))
+
+    def _wanted(self, indices: Sequence[int]) -> tuple[NDArray[np.int64], dict[int, Any], list[int]]:
+        """Return the numbers of the samples, and their blocks: those that are here, and the numbers of the others."""
+        numbers = counted(indices, len(self), "sample")
+        blocks = {block: self._kept.get(block) for block in np.unique(self._block_of(numbers)).tolist()}
+        return numbers, blocks, [block for block, content in blocks.items() if content is None]
+
+    def _found(self, numbers: NDArray[np.int64], blocks: dict[int, Any]) -> list[tuple[Any, Any]]:
+        """Return the samples before they are decoded, and their keys. The blocks are kept, as far as there is room."""
+        for block, content in blocks.items():
+            self._kept.keep(block, content)
+        return self._samples(numbers, blocks)
+
+    def _block_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._blocks, numbers, side="right") - 1
+
+    def _samples(self, numbers: NDArray[np.int64], blocks: dict[int, Any]) -> list[tuple[Any, Any]]:
+        """Return the samples of these numbers out of their blocks, and their keys. In any thread."""
+        raise NotImplementedError
+
+    def _read(self, block: int) -> Any:
+        """Read a block. In any thread."""
+        raise NotImplementedError
+
+    async def _read_async(self, block: int) -> Any:
+        """Read a block, without blocking the loop."""
+        return await in_thread(self._read, block)
 
 
 class KeptBlocks(Generic[V]):

@@ -14,7 +14,7 @@ from asyncloader.checks import at_least
 from asyncloader.datasets.apart import run_apart
 from asyncloader.datasets.decoding import Decoder
 from asyncloader.datasets.errors import MAX_BYTES, FetchError, require
-from asyncloader.datasets.source import Source, failures_told
+from asyncloader.datasets.source import Part, Source, failures_told
 from asyncloader.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RemoteDataset(Dataset[T_co]):
         self.max_bytes = max_bytes
         self._decoder = Decoder(decode)
         self._source = Source(store, store_options)
-        self._source.check([_place(url)[0] for url in self.urls], type(self).__name__)
+        self._source.check([_part(url).url for url in self.urls], type(self).__name__)
 
     def __len__(self) -> int:
         return len(self.urls)
@@ -92,7 +92,7 @@ class RemoteDataset(Dataset[T_co]):
     def __getitem__(self, index: int) -> T_co:
         """Read one sample."""
         url = self.urls[operator.index(index)]
-        data = self._source.read(*_place(url), max_bytes=self.max_bytes)
+        data = self._source.read(_part(url, self.max_bytes))
         return self._decoder(data, url)  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[T_co]:
@@ -101,18 +101,18 @@ class RemoteDataset(Dataset[T_co]):
     async def getitem(self, index: int) -> T_co:
         """Read one sample, without blocking the loop."""
         url = self.urls[operator.index(index)]
-        data = await self._source.read_async(*_place(url), max_bytes=self.max_bytes)
+        data = await self._source.read_async(_part(url, self.max_bytes))
         return await self._decoder.call_async(data, url)  # type: ignore[no-any-return]
 
 
-def _place(url: Any) -> tuple[str, int, int | None]:
-    """Return the url of a sample, its first byte, and the one behind the last, or None.
+def _part(url: Any, max_bytes: int | None = None) -> Part:
+    """Return what is to be read for a sample.
 
     Raises:
         ConfigurationError: It is neither a url nor a range.
     """
     if isinstance(url, (str, os.PathLike)):
-        return os.fspath(url), 0, None
+        return Part(os.fspath(url), max_bytes=max_bytes)
     try:
         where, start, stop = url
         where, start, stop = os.fspath(where), operator.index(start), operator.index(stop)
@@ -120,7 +120,7 @@ def _place(url: Any) -> tuple[str, int, int | None]:
         raise ConfigurationError(f"a sample is a url or (url, start, stop), but got {url!r}") from None
     if not 0 <= start <= stop:
         raise ConfigurationError(f"{where}: there are no bytes from {start} up to {stop}")
-    return where, start, stop
+    return Part(where, start, stop)
 
 
 def list_urls(prefix: str, suffix: str | tuple[str, ...] = "", **store_options: Any) -> list[str]:

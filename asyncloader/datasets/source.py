@@ -10,7 +10,6 @@ worker whose parent did use obstore says so.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import contextvars
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_GAP_BYTES = 1 << 14  # are read for nothing rather than asking once more
-_MOST_BYTES = 1 << 26  # are read in one: what is longer may as well come in parts at once
-
 _used_in: int | None = None  # the process in which obstore has started its threads
 
 
@@ -50,13 +46,22 @@ class Version(NamedTuple):
     tag: str
 
 
-class Range(NamedTuple):
-    """Some bytes of a file: its path or url, the first byte, the one behind the last, the version that is meant."""
+class Part(NamedTuple):
+    """What is to be read: a file, or some bytes of one.
+
+    Attributes:
+        url: Its path or url.
+        start: The first byte.
+        stop: The one behind the last; None for the end of the file.
+        version: The version that is meant, if only one is.
+        max_bytes: How large a file may be that is read to its end.
+    """
 
     url: str
-    start: int
-    stop: int
-    version: Version
+    start: int = 0
+    stop: int | None = None
+    version: Version | None = None
+    max_bytes: int | None = None
 
 
 class Source:
@@ -98,8 +103,6 @@ class Source:
                     "give it a store of obstore's (store=...), in which the urls are names of objects"
                 )
 
-    # ------------------------------------------------------------------------------------------------------- now
-
     def version(self, url: str) -> Version:
         """Return which version of a file is there."""
         if self.is_local(url):
@@ -110,63 +113,33 @@ class Source:
             meta = obstore.head(*self._place(url))
             return Version(meta["size"], meta["e_tag"] or "")
 
-    def read(
-        self,
-        url: str,
-        start: int = 0,
-        stop: int | None = None,
-        version: Version | None = None,
-        *,
-        max_bytes: int | None = None,
-    ) -> bytes:
-        """Return a file, or the bytes from `start` up to, and not including, `stop`; of one version, if it is given.
+    def read(self, part: Part) -> bytes:
+        """Return a file, or some bytes of one.
 
         Raises:
-            FetchError: A whole file has more than `max_bytes`, the file is another one now, or they did not come.
+            FetchError: The file is too large, or another one now, or the bytes did not come.
         """
-        if start == stop:
+        if part.start == part.stop:
             return b""
-        if self.is_local(url):
-            return read_local(url, start, stop, version, max_bytes=max_bytes)
+        if self.is_local(part.url):
+            return read_local(part)
         import obstore
 
-        with failures_told(url):
-            answer = obstore.get(*self._place(url), options=_options(start, stop, version))
-            end = _end_of(answer, url, stop, version, max_bytes)
-            return _whole(bytes(answer.bytes()), url, start, end)
+        with failures_told(part.url):
+            answer = obstore.get(*self._place(part.url), options=_options(part))
+            end = _end_of(part, _version_in(answer))
+            return _whole(bytes(answer.bytes()), part, end)
 
-    def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
-        """Return the bytes of each range; those of neighbours are parts of one memory."""
-        runs, which = merged(ranges)
-        return _parts(ranges, runs, which, [self.read(*run) for run in runs])
-
-    # ------------------------------------------------------------------------------------------------------- awaited
-
-    async def read_async(
-        self,
-        url: str,
-        start: int = 0,
-        stop: int | None = None,
-        version: Version | None = None,
-        *,
-        max_bytes: int | None = None,
-    ) -> bytes:
+    async def read_async(self, part: Part) -> bytes:
         """Return what `read` returns, without blocking the loop."""
-        if start == stop or self.is_local(url):
-            return await in_thread(self.read, url, start, stop, version, max_bytes=max_bytes)
+        if part.start == part.stop or self.is_local(part.url):
+            return await in_thread(self.read, part)
         import obstore
 
-        with failures_told(url):
-            answer = await _call(obstore.get_async, *self._place(url), options=_options(start, stop, version))
-            end = _end_of(answer, url, stop, version, max_bytes)
-            return _whole(bytes(await _call(answer.bytes_async)), url, start, end)
-
-    async def read_ranges_async(self, ranges: Sequence[Range]) -> list[memoryview]:
-        """Return what `read_ranges` returns, without blocking the loop: all ranges are asked for at once."""
-        runs, which = merged(ranges)
-        return _parts(ranges, runs, which, await asyncio.gather(*(self.read_async(*run) for run in runs)))
-
-    # ------------------------------------------------------------------------------------------------------- stores
+        with failures_told(part.url):
+            answer = await _call(obstore.get_async, *self._place(part.url), options=_options(part))
+            end = _end_of(part, _version_in(answer))
+            return _whole(bytes(await _call(answer.bytes_async)), part, end)
 
     def _place(self, url: str) -> tuple[ObjectStore, str]:
         """Return the store that an object is in, and its name there: the arguments of a call of obstore's."""
@@ -214,7 +187,7 @@ class RangeFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Read the next bytes."""
         stop = max(self._at, min(self._at + len(buffer), self._version.size))
-        data = self._source.read(self._url, self._at, stop, self._version)
+        data = self._source.read(Part(self._url, self._at, stop, self._version))
         buffer[: len(data)] = data
         self._at = stop
         return len(data)
@@ -277,54 +250,24 @@ def version_of(file: int | str) -> Version:
     return Version(status.st_size, str(status.st_mtime_ns))
 
 
-def read_local(
-    url: str, start: int, stop: int | None, version: Version | None = None, *, max_bytes: int | None = None
-) -> bytes:
+def read_local(part: Part) -> bytes:
     """Read some bytes of a local file, or all of it.
 
     Files are read and not mapped: a mapped file that somebody shortens kills the process that touches it (SIGBUS).
     """
-    path, parts = path_of(url), []
+    path, pieces = path_of(part.url), []
     with open_regular(path) as file:
-        if version is not None and version_of(file.fileno()) != version:
-            raise_changed(path)
-        end = os.fstat(file.fileno()).st_size if stop is None else stop
-        if max_bytes is not None and stop is None and end - start > max_bytes:
-            raise too_large(path, max_bytes)
-        at = start
-        while at < end and (part := os.pread(file.fileno(), end - at, at)):  # Linux gives no more than 2 GiB at once
-            parts.append(part)
-            at += len(part)
-    return _whole(b"".join(parts), path, start, end)
+        end = _end_of(part, version_of(file.fileno()))
+        at = part.start
+        while at < end and (piece := os.pread(file.fileno(), end - at, at)):  # Linux gives no more than 2 GiB at once
+            pieces.append(piece)
+            at += len(piece)
+    return _whole(b"".join(pieces), part, end)
 
 
 def raise_changed(url: str) -> NoReturn:
     """Say that a file is another one now."""
     raise FetchError(f"{url}: was changed since this dataset was made (its size or time is another one); make it anew")
-
-
-def merged(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
-    """Return the ranges that are worth a read of their own, and for each range of a batch the read that has it."""
-    runs: list[Range] = []
-    which = [0] * len(ranges)
-    for at in sorted(range(len(ranges)), key=lambda at: ranges[at][:2]):
-        one = ranges[at]
-        last = runs[-1] if runs else None
-        if last and last.url == one.url and one.start <= last.stop + _GAP_BYTES and one.stop - last.start < _MOST_BYTES:
-            runs[-1] = last._replace(stop=max(last.stop, one.stop))
-        else:
-            runs.append(one)
-        which[at] = len(runs) - 1
-    return runs, which
-
-
-def _parts(
-    ranges: Sequence[Range], runs: Sequence[Range], which: Sequence[int], contents: Sequence[bytes]
-) -> list[memoryview]:
-    return [
-        memoryview(contents[run])[one.start - runs[run].start : one.stop - runs[run].start]
-        for run, one in zip(which, ranges, strict=True)
-    ]
 
 
 def _call(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Awaitable[T]:
@@ -337,28 +280,35 @@ def _call(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> A
     return contextvars.Context().run(function, *args, **kwargs)
 
 
-def _options(start: int, stop: int | None, version: Version | None = None) -> GetOptions:
+def _options(part: Part) -> GetOptions:
     options: GetOptions = {}
-    if start or stop is not None:
-        options["range"] = {"offset": start} if stop is None else (start, stop)
-    if version is not None and version.tag:
-        options["if_match"] = version.tag
+    if part.start or part.stop is not None:
+        options["range"] = {"offset": part.start} if part.stop is None else (part.start, part.stop)
+    if part.version is not None and part.version.tag:
+        options["if_match"] = part.version.tag
     return options
 
 
-def _end_of(answer: GetResult, url: str, stop: int | None, version: Version | None, max_bytes: int | None) -> int:
-    """Return the byte behind the last that is to come, and see that the object is the one that is meant."""
-    size = answer.meta["size"]
-    if version is not None and (size, answer.meta["e_tag"] or "") != version:
-        raise_changed(url)
-    if stop is None and max_bytes is not None and size > max_bytes:
-        raise too_large(url, max_bytes)
-    return size if stop is None else stop
+def _version_in(answer: GetResult) -> Version:
+    return Version(answer.meta["size"], answer.meta["e_tag"] or "")
 
 
-def _whole(data: bytes, url: str, start: int, stop: int) -> bytes:
-    if len(data) != stop - start:
-        raise FetchError(f"{url}: has {len(data):,} bytes from byte {start:,} on, where {stop - start:,} were wanted")
+def _end_of(part: Part, there: Version) -> int:
+    """Return the byte behind the last that is to come, and see that the file is the one that is meant."""
+    if part.version not in (None, there):
+        raise_changed(part.url)
+    if part.stop is not None:
+        return part.stop
+    if part.max_bytes is not None and there.size > part.max_bytes:
+        raise too_large(part.url, part.max_bytes)
+    return there.size
+
+
+def _whole(data: bytes, part: Part, end: int) -> bytes:
+    if len(data) != end - part.start:
+        raise FetchError(
+            f"{part.url}: has {len(data):,} bytes from byte {part.start:,} on, where {end - part.start:,} were wanted"
+        )
     return data
 
 

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from asyncloader.checks import at_least
 from asyncloader.datasets.errors import MAX_BYTES, too_large
-from asyncloader.datasets.kept_blocks import BlockDataset, KeptBlocks
-from asyncloader.datasets.numbers import counted
-from asyncloader.datasets.source import Range, Source, Version, listed, path_of
+from asyncloader.datasets.kept_blocks import BlockDataset
+from asyncloader.datasets.source import Part, Source, Version, listed, path_of
 from asyncloader.datasets.tar import RawSample, find_samples, read_sample
 from asyncloader.datasets.whole_file import in_one_piece
 from asyncloader.errors import ConfigurationError
@@ -33,7 +32,7 @@ T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("asyncloader")
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_FORMAT = 3
+_FORMAT = 4
 
 
 class TarShards(BlockDataset[T_co]):
@@ -96,9 +95,8 @@ class TarShards(BlockDataset[T_co]):
         max_bytes: int = MAX_BYTES,
         **store_options: Any,
     ) -> None:
-        super().__init__(
-            [each for path in listed(paths) for each in expanded(path)], decode, cache_bytes, store, store_options
-        )
+        every = [each for path in listed(paths) for each in expanded(path)]
+        super().__init__(every, decode, cache_bytes, len, store, store_options)
         self.max_bytes = at_least("max_bytes", max_bytes, least=1)
         self.block_bytes = at_least("block_bytes", block_bytes, least=512)
         for path in self.paths:
@@ -113,67 +111,35 @@ class TarShards(BlockDataset[T_co]):
             )
         self._firsts = np.cumsum([0, *map(len, spans)])  # the first sample of each shard
         numbers = np.repeat(np.arange(len(spans)), np.diff(self._firsts))
-        blocks = self._spans[:, 0] // block_bytes
+        blocks = self._spans[:, 0] // self.block_bytes
         begins = np.flatnonzero(np.diff(blocks, prepend=-1).astype(bool) | np.diff(numbers, prepend=-1).astype(bool))
         self._blocks = np.append(begins, len(self._spans))  # the first sample of each block
-        self._kept: KeptBlocks[memoryview] = KeptBlocks(cache_bytes, len)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
-        """Read and decode the samples of a batch."""
-        numbers = counted(indices, len(self), "sample")
-        wanted, kept = self._wanted(numbers)
-        contents = self._cut(self._source.read_ranges(wanted), kept, numbers)
-        return [self._decoder(sample, sample["__key__"]) for sample in self._samples(contents, numbers)]
+    def _block_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return what is read for each sample: its block, or the sample alone if no blocks are kept."""
+        return super()._block_of(numbers) if self.cache_bytes else numbers
 
-    async def getitems(self, indices: Sequence[int]) -> list[T_co]:
-        """Read and decode the samples of a batch, without blocking the loop."""
-        numbers = counted(indices, len(self), "sample")
-        wanted, kept = self._wanted(numbers)
-        contents = self._cut(await self._source.read_ranges_async(wanted), kept, numbers)
-        samples = self._samples(contents, numbers)
-        return [await self._decoder.call_async(sample, sample["__key__"]) for sample in samples]
+    def _part(self, block: int) -> Part:
+        first, last = (self._blocks[block], self._blocks[block + 1] - 1) if self.cache_bytes else (block, block)
+        shard = self._shard_of(first)
+        return Part(self.paths[shard], int(self._spans[first, 0]), int(self._spans[last, 1]), self._versions[shard])
 
-    def _wanted(self, numbers: NDArray[np.int64]) -> tuple[list[Range], dict[int, memoryview | None]]:
-        """Return what is to be read for some samples, and the blocks that have them: None for those to be read.
+    def _shard_of(self, number: int) -> int:
+        return int(np.searchsorted(self._firsts, number, side="right")) - 1
 
-        Without a cache there are no blocks, and samples are read.
-        """
-        if not self.cache_bytes:
-            return self._ranges(numbers, numbers), {}
-        blocks = {block: self._kept.get(block) for block in np.unique(self._block_of(numbers)).tolist()}
-        missing = [block for block, content in blocks.items() if content is None]
-        return self._ranges(self._blocks[missing], self._blocks[1:][missing] - 1), blocks
+    def _read(self, block: int) -> bytes:
+        return self._source.read(self._part(block))
 
-    def _ranges(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> list[Range]:
-        """Return the stretches from one sample to another one of the same shard."""
-        shards = self._shard_of(first).tolist()
-        starts, stops = self._spans[first, 0].tolist(), self._spans[last, 1].tolist()
-        return [
-            Range(self.paths[shard], start, stop, self._versions[shard])
-            for shard, start, stop in zip(shards, starts, stops, strict=True)
-        ]
+    async def _read_async(self, block: int) -> bytes:
+        return await self._source.read_async(self._part(block))
 
-    def _shard_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.searchsorted(self._firsts, numbers, side="right") - 1
-
-    def _cut(
-        self, contents: list[memoryview], blocks: dict[int, memoryview | None], numbers: NDArray[np.int64]
-    ) -> Iterator[memoryview]:
-        """Return the bytes of each sample, out of blocks if there are any. These are kept, as far as there is room."""
-        if not self.cache_bytes:
-            return iter(contents)
-        read = iter(contents)
-        whole = {block: next(read) if content is None else content for block, content in blocks.items()}
-        for block, content in whole.items():
-            self._kept.keep(block, content)
-        of_samples = self._block_of(numbers)
-        spans = self._spans[numbers] - self._spans[self._blocks[of_samples], 0][:, None]
-        return (
-            whole[block][start:stop] for block, (start, stop) in zip(of_samples.tolist(), spans.tolist(), strict=True)
-        )
-
-    def _samples(self, contents: Iterator[memoryview], numbers: NDArray[np.int64]) -> Iterator[RawSample]:
-        return map(read_sample, contents, (self.paths[shard] for shard in self._shard_of(numbers).tolist()))
+    def _samples(self, numbers: NDArray[np.int64], blocks: dict[int, Any]) -> list[tuple[Any, Any]]:
+        found = []
+        for number, block in zip(numbers.tolist(), self._block_of(numbers).tolist(), strict=True):
+            begin, end = (self._spans[number] - self._part(block).start).tolist()
+            sample = read_sample(memoryview(blocks[block])[begin:end], self.paths[self._shard_of(number)])
+            found.append((sample, sample["__key__"]))
+        return found
 
 
 def expanded(path: str) -> list[str]:
@@ -202,58 +168,54 @@ def index_shards(
     One process of the machine at a time makes the indices that are missing; the others wait for it.
     """
     versions = [source.version(path) for path in paths]
-    places = [folder / _name(source, path) for path in paths]
-    spans = list(map(_load, places, versions))
+    shards = [
+        (path, version, folder / _name(source, path, version)) for path, version in zip(paths, versions, strict=True)
+    ]
+    spans: list[Any] = [_load(place, version) for _, version, place in shards]
     if any(found is None for found in spans):
         with _turn(folder):
-            for at, found in enumerate(spans):
-                if found is None and (found := _load(places[at], versions[at])) is None:
-                    found = find_samples(source, paths[at], versions[at])
-                    _save(places[at], versions[at], found)
-                spans[at] = found
-    indices = [found for found in spans if found is not None]
-    for path, found in zip(paths, indices, strict=True):
+            spans = [_index(source, *shard) for shard in shards]
+    for path, found in zip(paths, spans, strict=True):
         sizes = found[:, 1] - found[:, 0]
         if len(sizes) and sizes.max() > max_bytes:
             raise too_large(f"{path}, the sample from byte {found[sizes.argmax(), 0]:,} on", max_bytes)
-    return versions, indices
+    return versions, spans
 
 
-def _name(source: Source, path: str) -> str:
-    name = os.path.abspath(path_of(path)) if source.is_local(path) else path
-    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".index"
+def _name(source: Source, path: str, version: Version) -> str:
+    """Return the name of the index of one version of a shard."""
+    where = os.path.abspath(path_of(path)) if source.is_local(path) else path
+    said = f"{_FORMAT} {version} {where}".encode("utf-8", "surrogateescape")
+    return hashlib.sha256(said).hexdigest()[:32] + ".index"
 
 
 def _load(place: Path, version: Version) -> NDArray[np.int64] | None:
-    """Return an index; None if there is none of this version of its shard.
+    """Return an index; None if there is none.
 
     It is believed no more than its shard: all spans lie in there, in order.
     """
-    head = _head(version)
     try:
-        data = place.read_bytes()
+        bounds = np.fromfile(place, "<i8").astype(np.int64)
     except OSError:
         return None
-    if not data.startswith(head) or (len(data) - len(head)) % 16:
+    if not len(bounds) or len(bounds) % 2 or bounds[0] < 0 or bounds[-1] > version.size:
         return None
-    bounds = np.frombuffer(data, "<i8", offset=len(head)).astype(np.int64)
-    is_in_shard = not len(bounds) or (bounds[0] >= 0 and bounds[-1] <= version.size)
     is_in_order = (bounds[::2] < bounds[1::2]).all() and (bounds[:-1] <= bounds[1:]).all()
-    return bounds.reshape(-1, 2) if is_in_shard and is_in_order else None
+    return bounds.reshape(-1, 2) if is_in_order else None
 
 
-def _head(version: Version) -> bytes:
-    said = f"asyncloader index {_FORMAT} of {version.size} bytes, {version.tag}\n".encode("utf-8", "surrogateescape")
-    return said.ljust(-(-len(said) // 8) * 8)
-
-
-def _save(place: Path, version: Version, spans: NDArray[np.int64]) -> None:
+def _index(source: Source, path: str, version: Version, place: Path) -> NDArray[np.int64]:
+    """Return the index of a shard, which another process may have made meanwhile."""
+    if (found := _load(place, version)) is not None:
+        return found
+    spans = find_samples(source, path, version)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with in_one_piece(place) as beside:
-            beside.write_bytes(_head(version) + spans.astype("<i8").tobytes())
+            spans.astype("<i8").tofile(beside)
     except OSError as error:
         log.warning("The index of a tar shard cannot be kept (%s): it will be made again by the next run.", error)
+    return spans
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ async def test_rows_are_those_of_pyarrow(paths: list[Path], reads: list[int]) ->
     assert repr(await dataset.getitems(order)) == repr(dataset.__getitems__(order))
     assert [row["id"] for row in dataset] == list(range(200))
     assert dataset[7]["text"] is None
-    with pytest.raises(IndexError, match="no row 200: there are 200"):
+    with pytest.raises(IndexError, match="no sample 200: there are 200"):
         dataset[200]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, TokenBlocks
-from asyncloader.datasets import tokens as datasets_tokens
-from asyncloader.datasets.tokens import Layout
 from tests.nursery import Program
 from tests.services.fault_server import FaultServer
 
@@ -37,7 +36,7 @@ def index_bytes(lengths: Sequence[int], dtype: str, **changed: Any) -> bytes:
         struct.pack("<9sQBQQ", head["magic"], head["version"], head["code"], len(lengths), len(lengths) + 1)
         + np.array(lengths, "<i4").tobytes()
         + pointers.astype("<i8").tobytes()
-        + np.array(changed.get("documents", range(len(lengths) + 1)), "<i8").tobytes()
+        + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
     )
 
 
@@ -79,50 +78,34 @@ def blocks(dataset: TokenBlocks) -> list[list[int]]:
 
 
 ACROSS = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [23, 24, 25, 26]]
-BY_DOCUMENT = [
-    [0, 1, 2, 3], [4, 5, 6], [7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22],
-    [23, 24, 25, 26], [27],
-]  # fmt: skip
 
 
-def test_blocks_run_across_documents_or_not(paths: list[Path]) -> None:
-    """Flat files and Megatron's; what is left over; overlap; windows; lengths for a sampler that packs."""
+def test_blocks_run_across_documents(paths: list[Path]) -> None:
+    """Flat files and Megatron's; what is left over; overlap; windows."""
     flat, indexed = TokenBlocks(paths, 4, dtype="uint16"), TokenBlocks(paths, 4)
     assert blocks(flat) == blocks(indexed) == ACROSS
     assert (flat.tokens, flat.dtype, indexed.dtype) == (28, np.uint16, np.uint16)
-    by_document = TokenBlocks(paths, 4, by_document=True)
-    assert blocks(by_document) == BY_DOCUMENT
-    assert by_document.lengths.tolist() == [len(block) for block in BY_DOCUMENT]
-    assert by_document[-1].tolist() == [27]
+    assert flat[-1].tolist() == ACROSS[-1]
     assert blocks(TokenBlocks(paths[0], 5, stride=4)) == [list(range(at, at + 5)) for at in (0, 4, 8, 12, 16)]
     assert len(TokenBlocks(paths[0], 4, stride=1)) == 20
-    assert blocks(TokenBlocks(paths, 5, stride=4, by_document=True))[:3] == [[0, 1, 2, 3, 4], [4, 5, 6], [7]]
+    assert blocks(TokenBlocks([path.as_uri() for path in paths], 4)) == ACROSS
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 20), max_size=6), min_size=1, max_size=4),
-    st.integers(1, 7),
-    st.integers(1, 9),
-    st.booleans(),
-)
-def test_every_layout_has_each_token_where_it_belongs(
-    files: list[list[int]], block_size: int, stride: int, by_document: bool
-) -> None:
-    """What a loop over documents and positions would cut, whatever is empty or short."""
-    starts = [np.cumsum([0, *lengths]).astype(np.int64) for lengths in files]
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=5), st.integers(1, 7), st.integers(1, 9))
+def test_each_block_is_where_it_belongs(lengths: list[int], block_size: int, stride: int) -> None:
+    """What a loop over files and positions would cut, whatever is empty or short."""
     expected = []
-    for number, lengths in enumerate(files):
-        begin = 0
-        for length in lengths if by_document else [sum(lengths)]:
-            for at in range(0, length, stride):
-                is_new = at == 0 or at + max(0, block_size - stride) < length  # has a token that the last one has not
-                if is_new if by_document else at + block_size <= length:
-                    expected.append((number, begin + at, min(begin + at + block_size, begin + length)))
-            begin += length
-    layout = Layout.of(starts, block_size, stride, by_document)
-    assert layout.firsts[-1] == len(expected)
-    found = layout.find(np.arange(len(expected)))
-    assert list(zip(*map(np.ndarray.tolist, found), strict=True)) == expected
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, str(number)) for number in range(len(lengths))]
+        for path, length in zip(paths, lengths, strict=True):
+            content = [*range(len(expected), len(expected) + length)]
+            path.write_bytes(np.array(content, np.int16).tobytes())
+            expected += [content[at : at + block_size] for at in range(0, length - block_size + 1, stride)]
+        if expected:
+            assert blocks(TokenBlocks(paths, block_size, stride=stride, dtype="int16")) == expected
+        else:
+            with pytest.raises(ConfigurationError, match="there is no block"):
+                TokenBlocks(paths, block_size, stride=stride, dtype="int16")
 
 
 @pytest.mark.processes
@@ -190,7 +173,7 @@ def test_what_lies_in_the_place_of_an_index_is_not_waited_for(folder: Path) -> N
     index.unlink()
     index.touch()
     os.truncate(index, 1 << 40)
-    with pytest.raises(ConfigurationError, match=r"0\.idx: 1,099,511,627,776 bytes are more than an index may have"):
+    with pytest.raises(ConfigurationError, match=r"0\.idx: no index of Megatron's"):
         TokenBlocks(folder / "0.bin", 4)
 
 
@@ -201,22 +184,6 @@ def test_it_travels_by_its_paths(paths: list[Path], start_method: str) -> None:
     assert len(pickle.dumps(dataset)) < 2000
     (batch,) = DataLoader(dataset, batch_size=6, num_workers=1, multiprocessing_context=start_method)
     assert batch.tolist() == ACROSS
-
-
-@pytest.mark.parametrize("scanned", [1, 3, 1 << 22])
-def test_documents_of_flat_files_end_with_a_token(
-    scanned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As nanoGPT writes them: the token belongs to the document that it ends; what follows the last one is one too."""
-    monkeypatch.setattr(datasets_tokens, "_SCANNED", scanned)
-    path = tmp_path / "train.bin"
-    for rest in ([], [6, 7]):
-        content = [1, 2, 3, 50256, 50256, 4, 5, 50256, *rest]
-        path.write_bytes(np.array(content, np.uint16).tobytes())
-        options: Any = {"dtype": "uint16", "by_document": True}
-        dataset = TokenBlocks(path, 3, end_of_text=50256, **options)
-        assert blocks(dataset) == [[1, 2, 3], [50256], [50256], [4, 5, 50256], *[rest] * bool(rest)]
-        assert dataset.lengths.tolist() == [3, 1, 1, 3, *[2] * bool(rest)]
 
 
 def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None:
@@ -237,10 +204,6 @@ def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None
     refuses(r"0.idx: .*version 1, dtype 7", index_bytes(DOCUMENTS, "uint16", code=7))
     refuses(r"0.idx: tells of 23 tokens of 4 bytes, but the .bin has 46", index_bytes(DOCUMENTS, "int32"))
     refuses(r"0.idx: tells of 22 tokens", index_bytes([22], "uint16"))
-    refuses(r"0.idx: its documents do not agree", index_bytes(DOCUMENTS, "uint16", documents=[0, 1, 2, 3, 4, 4]))
-    damaged = bytearray(whole)
-    damaged[34 + 4 * 5 + 8] = 13
-    refuses(r"0.idx: sequence 1 begins at byte 13 of the .bin", bytes(damaged))
     (folder / "odd.bin").write_bytes(b"12345")
     refuses(r"odd.bin: truncated, or of another dtype: 5 bytes", name="odd.bin", dtype="uint16")
     refuses(r"odd.idx: is not there; for flat files, without it, say dtype", name="odd.bin")
@@ -251,10 +214,6 @@ def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None
     for dtype in ("bool", "m8[s]", [("token", "u2")], (np.uint16, 2), "S2", object):
         refuses("whole numbers, which .* is not", dtype=dtype)
     refuses(r"little-endian whole numbers, which >u2 is not", dtype=">u2")
-    refuses("where documents begin is told by an .idx", dtype="uint16", by_document=True)
-    refuses("end_of_text=50256 for nanoGPT's", dtype="uint16", by_document=True)
-    refuses("with by_document=True", dtype="uint16", end_of_text=3)
-    refuses("an .idx tells of documents", by_document=True, end_of_text=3)
     (folder / "1.bin").write_bytes(tokens(0, 5, "int32"))
     (folder / "1.idx").write_bytes(index_bytes([5], "int32"))
     with pytest.raises(ConfigurationError, match=r"of one dtype, but got .*int32.* in .*0.idx.*1.idx"):
@@ -309,8 +268,6 @@ def test_numbers_of_blocks_are_whole(paths: list[Path]) -> None:
     for kind in (np.int64, np.uint8, torch.tensor):
         options: Any = {"block_size": kind(4), "stride": kind(5)}
         assert blocks(TokenBlocks(paths, **options)) == blocks(TokenBlocks(paths, 4, stride=5))
-        options = {"dtype": "uint16", "by_document": True, "end_of_text": kind(3)}
-        assert blocks(TokenBlocks(paths[0], kind(4), **options))[0] == [0, 1, 2, 3]
     for index in (1.9, "3", np.float32(2.7), torch.tensor(1.0), None, [1]):
         with pytest.raises(TypeError):
             dataset[index]  # type: ignore[index]
