@@ -325,9 +325,9 @@ MUTATIONS = (
     ),
     Mutation(
         "overlapping batches of a worker count as if each occupied the worker alone",
-        "observe/verdict.py",
-        ", batch_s * (stats.num_workers or math.inf)),",
-        ", math.inf),",
+        "observe/stats.py",
+        ", batch_s * (self.num_workers or math.inf))",
+        ", math.inf)",
         "observe",
     ),
     Mutation(

@@ -82,7 +82,7 @@ def test_the_data_are_those_of_a_fixed_number(scheduling: Any, backend: Any) -> 
             assert loader.num_workers == change
             wait_for_workers(loader, change)
     assert seen == expected(Awaited() if backend == "thread" else None)
-    assert [change.num_workers for change in loader.stats().workers.changes] == [3, 4, 3, 2, 1, 2, 3]
+    assert [*loader.stats().workers.changes.values()] == [3, 4, 3, 2, 1, 2, 3]
     assert backend == "thread" or makers == {0, 1, 2, 3}
 
 
@@ -258,7 +258,7 @@ def test_a_worker_that_cannot_join_is_told_of_and_the_others_go_on(caplog: Any) 
         wait_until(lambda: "One more worker could not be had" in caplog.text)
     seen += map(bits, iterator)
     assert seen == expected()
-    assert loader.stats().workers.changes == ()
+    assert loader.stats().workers.changes == {}
 
 
 def test_workers_that_come_and_go_are_in_the_timeline_and_the_figures(tmp_path: Path) -> None:
@@ -272,7 +272,8 @@ def test_workers_that_come_and_go_are_in_the_timeline_and_the_figures(tmp_path: 
     events = json.loads((tmp_path / "trace.json").read_text())
     assert [event["name"] for event in events if event["ph"] == "i"] == ["epoch 0", "2 workers"]
     stats = loader.stats()
-    assert stats.as_dict()["workers"]["changes"] == [stats.workers.changes[0]._asdict()]
+    assert stats.as_dict()["workers"]["changes"] == stats.workers.changes
+    assert [*stats.workers.changes.values()] == [2]
     assert "workers came and went: 2 after" in str(stats)
     assert sum(worker.batches for worker in stats.workers.each) == LENGTH
 

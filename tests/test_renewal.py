@@ -96,7 +96,7 @@ def test_the_data_are_those_of_workers_that_stay(scheduling: Any, in_order: bool
     assert {int(count) for batch in seen for count in batch[5]} == {2}
     stats = loader.stats()
     assert len(set(pids(seen))) >= 4
-    assert (stats.workers.changes, stats.faults) == ((), Faults())
+    assert (stats.workers.changes, stats.faults) == ({}, Faults())
 
 
 def test_workers_that_start_in_any_way_are_renewed(start_method: str) -> None:
@@ -514,7 +514,7 @@ def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: A
     assert len([event for event in events if event["name"] == "worker 0 renewed"]) == stats.workers.renewals > 0
     assert caplog.text.count("worker 0 is renewed: it has made ") == stats.workers.renewals
     assert (stats.workers.changes, stats.num_workers, stats.as_dict()["workers"]["renewals"]) == (
-        (),
+        {},
         1,
         stats.workers.renewals,
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
-from asyncloader.observe.faults import Faults
 from asyncloader.observe.record import Record
 from asyncloader.observe.timing import Timing
 
@@ -50,18 +49,6 @@ class WorkerStats:
         self.private_bytes = record.private_bytes
 
 
-class Change(NamedTuple):
-    """From then on there were so many workers.
-
-    Attributes:
-        at_s: Seconds since ``iter()``.
-        num_workers: How many take batches.
-    """
-
-    at_s: float
-    num_workers: int
-
-
 class Load(NamedTuple):
     """Sums of a run from its beginning to one moment. Times in seconds.
 
@@ -96,20 +83,21 @@ class Workers:
         each: The work of each worker, those that have left included.
         cpu_s: CPU seconds of all of them.
         stalled_s: Seconds that they were ready to run while others had the cores.
-        changes: When workers came or went, and how many there were then.
+        changes: How many workers there were from a moment on, by the seconds since ``iter()``: some came or went.
         renewals: Workers whose place another process has taken, by ``max_tasks_per_child`` or ``max_worker_memory``.
     """
 
     each: tuple[WorkerStats, ...] = ()
     cpu_s: float = 0.0
     stalled_s: float = 0.0
-    changes: tuple[Change, ...] = ()
+    changes: dict[float, int] = field(default_factory=dict)
     renewals: int = 0
 
     @property
     def busy_share(self) -> float:
         """Share of the workers' time in which they worked; where they fetch several batches at once, at most 1."""
-        return busy_share(self.each)
+        busy_s, idle_s = (sum(getattr(worker, name) for worker in self.each) for name in ("busy_s", "idle_s"))
+        return min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
 
     @property
     def opening_s(self) -> float:
@@ -118,12 +106,6 @@ class Workers:
         later = sum(worker.batches for worker in self.each) - count
         later_s = sum(worker.busy_s for worker in self.each) - first_s
         return max(0.0, first_s - count * later_s / later) if later else 0.0
-
-
-def busy_share(workers: Collection[WorkerStats]) -> float:
-    """Return the share of their time in which these workers worked."""
-    busy_s, idle_s = (sum(getattr(each, name) for each in workers) for name in ("busy_s", "idle_s"))
-    return min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,32 +158,4 @@ class Stages:
     order: Timing
 
     def __iter__(self) -> Iterator[tuple[str, Timing]]:
-        return ((field.name, getattr(self, field.name)) for field in fields(self))
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Figures of a run over the data at one moment; :class:`asyncloader.LoaderStats` says what each figure is."""
-
-    epoch: int
-    num_workers: int
-    cores: int
-    batches: int
-    samples: int
-    bytes: int
-    elapsed_s: float
-    first_batch_s: float
-    training_s: float
-    main_cpu_s: float
-    waiting: Waiting
-    stages: Stages
-    workers: Workers
-    faults: Faults
-    options: dict[str, Any]
-
-    @property
-    def waited_share(self) -> float:
-        """Share of the time since the first batch in which the consumer waited; at most 1 with several consumers."""
-        waited_s = self.waiting.consumer.total_s
-        total_s = waited_s + self.training_s
-        return waited_s / total_s if total_s else 0.0
+        return ((each.name, getattr(self, each.name)) for each in fields(self))

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.figures import Change, Load, Stages, Waiting, Workers, WorkerStats
+from asyncloader.observe.figures import Load, Stages, Waiting, Workers, WorkerStats
 from asyncloader.observe.record import ROW, BatchTimes, Record
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.timing import Timing
@@ -119,7 +119,7 @@ class Meter:
         self._is_logged = False
         # Written by the loop thread.
         self._own = {worker: WorkerStats(worker) for worker in range(num_workers)}
-        self._changes: list[Change] = []
+        self._changes: dict[float, int] = {}
         self._renewals = 0
         # Written by consumers, one at a time.
         self._state: tuple[dict[str, Timing], array[float]] = ({}, array("d"))
@@ -168,7 +168,7 @@ class Meter:
         self._num_workers, self._window = num_workers, window
         if num_workers == before:
             return
-        self._changes.append(Change(now - self._began, num_workers))
+        self._changes[now - self._began] = num_workers
         self._mark(f"{num_workers} workers", now)
         log.info("epoch %d: %d workers, after %d", self._epoch, num_workers, before)
 
@@ -318,7 +318,7 @@ class Meter:
                 tuple(map(copy, sorted(self._own.copy().values(), key=attrgetter("worker_id")))),
                 found["cpu"].total_s,
                 found["stalled"].total_s,
-                tuple(self._changes),
+                dict(self._changes),
                 self._renewals,
             ),
             faults=self.faults.copy(),

@@ -9,19 +9,21 @@ A snapshot is taken in 20 us; its quantiles, texts and the verdict are worked ou
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from asyncloader.observe.figures import Figures
+from asyncloader.observe.faults import Faults
+from asyncloader.observe.figures import Stages, Waiting, Workers
 from asyncloader.observe.timing import Timing, show_bytes, show_s
-from asyncloader.observe.verdict import Verdict, judge
+from asyncloader.observe.verdict import Costs, Verdict, judge
 
 _MOST_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderStats(Figures):
+class LoaderStats:
     """Figures of a run over the data (an epoch) at one moment.
 
     Attributes:
@@ -43,6 +45,28 @@ class LoaderStats(Figures):
         options: Options of the loader that the verdict builds on.
     """
 
+    epoch: int
+    num_workers: int
+    cores: int
+    batches: int
+    samples: int
+    bytes: int
+    elapsed_s: float
+    first_batch_s: float
+    training_s: float
+    main_cpu_s: float
+    waiting: Waiting
+    stages: Stages
+    workers: Workers
+    faults: Faults
+    options: dict[str, Any]
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the time since the first batch in which the consumer waited; at most 1 with several consumers."""
+        waited_s = self.waiting.consumer.total_s
+        return waited_s / (waited_s + self.training_s) if waited_s else 0.0
+
     @property
     def batches_per_s(self) -> float:
         """Batches a second, the time until the first one included."""
@@ -56,7 +80,31 @@ class LoaderStats(Figures):
     @property
     def verdict(self) -> Verdict:
         """The limit of the training, and what would help."""
-        return judge(self)
+        work, workers, options = self.stages.work, self.workers, self.options
+        later, made = max(1, self.batches - 1), max(1, work.count)
+        batch_s = max(1e-9, (self.waiting.consumer.total_s + self.training_s) / later)
+        # Where a worker fetches several batches at once each of them takes longer than it occupies the worker.
+        work_s = min(max(0.0, work.total_s - workers.opening_s) / made, batch_s * (self.num_workers or math.inf))
+        elsewhere = max(2, self.num_workers) * 4  # cores that a provider may bring
+        costs = Costs(
+            batches=self.batches,
+            workers=self.num_workers,
+            cores=elsewhere if options.get("has_provider") else self.cores,
+            batch=batch_s,
+            train=self.training_s / later,
+            keys=self.waiting.sampler.total_s / later,
+            work=work_s,
+            worker_cpu=(workers.cpu_s + workers.stalled_s) / made,
+            stalled=workers.stalled_s / made,
+            main_cpu=max(0.0, self.main_cpu_s - workers.cpu_s * bool(options.get("in_process"))) / later,
+            start=max(0.0, self.first_batch_s - work_s) if self.num_workers else 0.0,
+            elapsed=self.elapsed_s,
+            nbytes=self.bytes / made,
+            busy_share=workers.busy_share,
+            stages=self.stages,
+            options=options,
+        )
+        return judge(costs)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, strings, lists and dicts, for JSON."""
@@ -90,7 +138,7 @@ class LoaderStats(Figures):
         if mended := [f"{name} {count}" for name, count in counts.items() if isinstance(count, int) and count]:
             lines.append(", ".join(mended))
         if workers.changes:
-            told = ", ".join(f"{change.num_workers} after {show_s(change.at_s)}" for change in workers.changes[-10:])
+            told = ", ".join(f"{count} after {show_s(at_s)}" for at_s, count in [*workers.changes.items()][-10:])
             lines.append(f"workers came and went: {told}")
         if known := [worker for worker in workers.each if worker.private_bytes]:
             shown = [f"{worker.worker_id}: {show_bytes(worker.private_bytes)}" for worker in known[:_MOST_SHOWN]]

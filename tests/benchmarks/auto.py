@@ -91,7 +91,7 @@ def play(num_workers: Any, phases: list[tuple[int, float]], seconds: float) -> l
             if now > start + seconds / 2:
                 half = half or time.perf_counter()
                 count += 1
-        changes = [change.at_s for change in loader.stats().workers.changes if change.at_s > start - began]
+        changes = [at_s for at_s in loader.stats().workers.changes if at_s > start - began]
         settled_s = max(changes, default=start - began) - (start - began)
         rate = count / (time.perf_counter() - half)
         found.append({"rate": rate, "workers": float(loader.num_workers), "settled s": settled_s})
