@@ -36,7 +36,6 @@ from asyncloader.options import (
     WorkerBackend,
     first_workers,
 )
-from asyncloader.plain import unplain
 from asyncloader.protocols import (
     AsyncBatchDataset,
     AsyncDataset,
@@ -45,9 +44,10 @@ from asyncloader.protocols import (
     WorkerProvider,
     accept_iterable,
 )
-from asyncloader.run.checkpoint import check, is_between_runs
-from asyncloader.run.plan import load_told, preload_sampler, samplers_within
+from asyncloader.run.fits import check
+from asyncloader.run.plan import load_early, samplers_within
 from asyncloader.run.runs import Runs
+from asyncloader.run.state import LoaderState
 from asyncloader.worker.data_pipes import one_walks
 
 if TYPE_CHECKING:
@@ -432,7 +432,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Returns:
             Plain data, which goes through JSON if the states of your own objects do. A state never changes later.
         """
-        return self._runs.state_dict(self._loader_options)
+        return self._runs.state(self._loader_options).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter`` or ``aiter`` go on from a state, of this loader or one that was made alike.
@@ -446,16 +446,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             StateMismatchError: if it was taken of something else; it says what differs.
         """
         options = self._loader_options()
-        if state:
-            check(state, options)
-            states = unplain(state["samplers"])
-            preload_sampler(self._index_sampler, states)
-            if is_between_runs(state):
-                load_told(options, states)
-        self._runs.load(state, options)
+        loaded = LoaderState.from_dict(state) if state else None
+        if loaded is not None:
+            check(loaded, options)
+            load_early(options, loaded)
+        self._runs.load(loaded, options)
         self._iterator = None
-        if found := state.get("num_workers"):
-            self._note_num_workers(min(found, self._loader_options().most_waiting))
+        if loaded is not None and loaded.num_workers:
+            self._note_num_workers(min(loaded.num_workers, options.most_waiting))
 
     def close(self) -> None:
         """Close the newest iterator that is alive and wait until its workers are gone, 3 s at most.

@@ -262,8 +262,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a state with batches given out of order is accepted with other ranks",
-        "run/checkpoint.py",
-        'free |= set() if state["ahead"] else {"division"}',
+        "run/fits.py",
+        'free |= set() if state.ahead else {"division"}',
         'free |= {"division"}',
         "run/test_checkpoint.py samplers/test_with_loaders.py test_resume_states.py",
     ),

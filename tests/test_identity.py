@@ -34,7 +34,7 @@ import asyncloader
 import asyncloader.datasets
 import asyncloader.samplers
 from asyncloader import DataLoader, StateMismatchError, identity
-from asyncloader.run.checkpoint import describe
+from asyncloader.run.fits import describe
 from asyncloader.samplers import (
     BalancedBatchSampler,
     BlockShuffleSampler,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import os
 import sys
@@ -30,12 +29,14 @@ from asyncloader.observe.meter import Meter
 from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import Checkpointer, check
+from asyncloader.run.checkpoint import Checkpointer
+from asyncloader.run.fits import check
 from asyncloader.run.plan import order_generators
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.seeding_epochs import SeedingEpochs
 from asyncloader.run.set_epochs import Chosen
+from asyncloader.run.state import LoaderState
 from asyncloader.worker.data_pipes import one_walks, shard
 
 log = logging.getLogger("asyncloader")
@@ -141,7 +142,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     def _begin(
         self,
         iterate: Callable[[], object],
-        state: dict[str, Any] | None = None,
+        state: LoaderState | None = None,
         *,
         prepare: Callable[[], object] | None = None,
         last: Checkpointer | None = None,
@@ -228,7 +229,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of the batches that were yielded: see :meth:`asyncloader.DataLoader.state_dict`."""
-        return self._runs.state_of(self._checkpointer)
+        return self._runs.state_of(self._checkpointer).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state, with this iterator: what it was at is dropped, and its workers are started anew.
@@ -240,15 +241,16 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         loader = self._loader()
         if loader is None:
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
-        check(state, self._options)
-        self._runs.note_load(state, self._options)
-        self._restart(loader, copy.deepcopy(state))
+        loaded = LoaderState.from_dict(state)
+        check(loaded, self._options)
+        self._runs.note_load(loaded, self._options)
+        self._restart(loader, loaded)
 
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
         raise NotImplementedError
 
-    def _restart(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+    def _restart(self, loader: DataLoader[T_co], state: LoaderState) -> None:
         raise NotImplementedError
 
     # Ctrl-C may hit after any call; see `asyncloader.engine.progress`. So a batch is given by assignments, behind which

@@ -22,6 +22,7 @@ from typing import Any
 
 from asyncloader.observe.meter import Meter
 from asyncloader.run.checkpoint import Checkpointer
+from asyncloader.run.state import LoaderState
 
 log = logging.getLogger("asyncloader")
 
@@ -60,7 +61,7 @@ class RunRecord:
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, resumed: dict[str, Any] | None, beside: Sequence[RunRecord], now: int
+        self, checkpointer: Checkpointer, resumed: LoaderState | None, beside: Sequence[RunRecord], now: int
     ) -> None:
         self.checkpointer = checkpointer
         self.resumed = resumed
@@ -111,7 +112,7 @@ class CurrentRun:
         self._now = 0
         self._warned = warned
 
-    def begin(self, checkpointer: Checkpointer, resumed: dict[str, Any] | None) -> None:
+    def begin(self, checkpointer: Checkpointer, resumed: LoaderState | None) -> None:
         """Note a run that begins."""
         last = self.record()
         self._look()

@@ -33,6 +33,7 @@ from asyncloader.run.base_iterator import BaseIterator, check_owner
 from asyncloader.run.inline_run import InlineHost, InlineRun
 from asyncloader.run.run_start import RunStart, reads_again
 from asyncloader.run.runs import Runs
+from asyncloader.run.state import LoaderState
 from asyncloader.seeding.generators import GLOBAL, check_of, left_alone
 from asyncloader.seeding.turns import Drawing, alone, untouched
 from asyncloader.worker.batch_maker import BatchMaker
@@ -84,12 +85,12 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
     _run: InlineRun
 
     def __init__(
-        self, loader: DataLoader[T_co], options: Options, runs: Runs, state: dict[str, Any] | None = None
+        self, loader: DataLoader[T_co], options: Options, runs: Runs, state: LoaderState | None = None
     ) -> None:
         super().__init__(loader, options, runs)
         self._start(loader, state)
 
-    def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None) -> None:
+    def _start(self, loader: DataLoader[T_co], state: LoaderState | None) -> None:
         """Begin a run."""
         start, options = self._begin(partial(self._construct, loader), state), self._options
         progress, faults = start.checkpointer.progress, Faults()
@@ -204,7 +205,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         run.handoff.wake_all()  # tasks that still wait learn that there is no more
         raise StopIteration
 
-    def _restart(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+    def _restart(self, loader: DataLoader[T_co], state: LoaderState) -> None:
         self.close()
         self._start(loader, state)
 

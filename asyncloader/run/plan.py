@@ -32,6 +32,7 @@ from asyncloader.plain import plain, unplain
 from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
 from asyncloader.run.random_order import indices, skip, take
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
+from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
 from asyncloader.seeding.turns import Drawing
 
@@ -362,16 +363,16 @@ def keeps_place(index_sampler: Any) -> bool:
     return sampler is not None and not is_elastic(sampler) and probe(sampler, "keys_arrive") is not True
 
 
-def left_after(index_sampler: Any, state: dict[str, Any]) -> int | None:
+def left_after(index_sampler: Any, state: LoaderState) -> int | None:
     """Return how many batches are left after a loader's state of any division; None if the sampler cannot say."""
     sampler = stateful_sampler(index_sampler)
-    count, states = probe(sampler, "left_after"), unplain(state["samplers"])
-    if not callable(count) or states is None or states["sampler"] is None or state["drawn"]:
+    count, states = probe(sampler, "left_after"), unplain(state.samplers)
+    if not callable(count) or states is None or states["sampler"] is None or state.drawn:
         return None
     next_epoch = None
-    if state["passes"]:  # the state is of an epoch before
-        epochs = dict(zip(map(id, samplers_within(index_sampler)), state["set_epochs"], strict=False))
-        if state["position"] or (next_epoch := epochs.get(id(sampler))) is None:
+    if state.passes:  # the state is of an epoch before
+        epochs = dict(zip(map(id, samplers_within(index_sampler)), state.set_epochs, strict=False))
+        if state.position or (next_epoch := epochs.get(id(sampler))) is None:
             return None
     left: int = count(states["sampler"], next_epoch)
     if sampler is index_sampler:
@@ -400,24 +401,23 @@ def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Seq
             sampler.load_state_dict(states["sampler"])
 
 
-def load_told(options: Options, states: dict[str, Any] | None) -> None:
-    """Load the state of samplers that have `set_epoch`, of the time between two runs, when the loader is given it.
+def load_early(options: Options, state: LoaderState) -> None:
+    """Show the samplers a state when the loader is given it; they load it when the run begins.
 
-    So an epoch that is set from then on differs from what they have been told. Generators stay where they are: the
-    state is loaded again when the run begins.
+    Keys of a sampler that has `preload` may come before it is iterated over. Samplers that have `set_epoch` load a
+    state of the time between two runs now as well, so that an epoch that is set from then on differs from what they
+    have been told. Generators stay where they are.
     """
-    if states is not None and any(map(hears, samplers_within(options.index_sampler))):
+    states = unplain(state.samplers)
+    if states is None:
+        return
+    if callable(preload := probe(stateful_sampler(options.index_sampler), "preload")):
+        preload(states["sampler"])
+    if state.is_between_runs and any(map(hears, samplers_within(options.index_sampler))):
         rng = order_generators(options)
         before = rng.capture()
         load_samplers(options.index_sampler, states, ())
         rng.restore(before)
-
-
-def preload_sampler(index_sampler: Any, states: dict[str, Any] | None) -> None:
-    """Load the state of a sampler that has `preload` before it is iterated over: its keys may come earlier."""
-    sampler = stateful_sampler(index_sampler)
-    if states is not None and callable(preload := probe(sampler, "preload")):
-        preload(states["sampler"])
 
 
 def own_state(index_sampler: Any) -> Frozen | None:

@@ -11,6 +11,7 @@ nothing for it. Batches whose keys nobody can be sure of are refused.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,13 +24,15 @@ from asyncloader.messages.indices import listed
 from asyncloader.messages.snapshot import Frozen
 from asyncloader.options import Options
 from asyncloader.protocols import SuppliesKeys, is_stateful, members
-from asyncloader.run.checkpoint import Checkpointer, check, initial_state, moved
+from asyncloader.run.checkpoint import Checkpointer, initial_state
 from asyncloader.run.data_rank import data_rank
+from asyncloader.run.fits import check
 from asyncloader.run.inline_iterator import InlineIterator
 from asyncloader.run.plan import samplers_within
 from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
+from asyncloader.run.state import LoaderState
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.samplers.ordered import OrderedSampler, ResumableSampler
 from asyncloader.seeding.generators import GLOBAL, left_alone
@@ -96,26 +99,26 @@ def _find(loader: Any, epoch: int, number: int) -> Found:
     if past is not None:
         vars(twin).update((name, getattr(past.options, name)) for name in _OF_THE_RUN)
     _refuse(twin._loader_options(), past)
-    state = runs.begins_from if past is None else past.at_beginning()
+    state = runs.loaded if past is None else past.at_beginning()
     assert state is not None
     check(state, twin._loader_options())  # what samplers hold may have changed since the state was loaded
     _copy_samplers(twin)
     options: Options = twin._loader_options()
     samples = _samples_in_each(options)
     has_to_count = options.knows_places and samples is None  # the samples of all batches before it
-    there = moved(state, int(state["position"]) if has_to_count else number, samples)
-    if there["drawn"] < 0 or number < there["position"]:
+    there = state.moved_to(state.position if has_to_count else number, samples)
+    if there.drawn < 0 or number < there.position:
         raise IndexError(
             f"batch {number} lies before the state that this run was resumed from, which is of batch "
-            f"{state['position']}: load one of epoch {epoch} that was saved before it"
+            f"{state.position}: load one of epoch {epoch} that was saved before it"
         )
     with left_alone(_drawn_from(options)):
         start = _begun(twin, options, there if has_to_count else _put(twin, there, options))
-        keys = next(islice(start.plan, number - there["position"], None), _END)
+        keys = next(islice(start.plan, number - there.position, None), _END)
     if keys is _END:
         raise IndexError(f"epoch {epoch} has no batch {number}; they are counted from 0")
     first = start.checkpointer.progress.placed(number, keys).first if options.knows_places else 0
-    return Found(twin, listed(keys), first, start.checkpointer, state["dataset_epochs"])
+    return Found(twin, listed(keys), first, start.checkpointer, state.dataset_epochs)
 
 
 def _whole(name: str, given: Any) -> int:
@@ -141,7 +144,7 @@ def _past(runs: Runs, epoch: int) -> Checkpointer | None:
         IndexError: if nothing is known of the run.
     """
     if runs.loaded is not None:
-        if (known := [int(runs.loaded["epoch"])]) == [epoch]:
+        if (known := [runs.loaded.epoch]) == [epoch]:
             return None
     else:
         past = tuple(runs.past)  # other threads may begin runs
@@ -227,22 +230,22 @@ def _drawn_from(options: Options) -> list[Any]:
     return [*GLOBAL, *generators_of(options.dataset, options.collate_fn).values()]
 
 
-def _put(twin: Any, state: dict[str, Any], options: Options) -> dict[str, Any]:
+def _put(twin: Any, state: LoaderState, options: Options) -> LoaderState:
     """Return a state whose sampler is at the batch, where its order can be looked at anywhere."""
     index_sampler = options.index_sampler
     is_wrapped = type(index_sampler) is BatchSampler
     sampler = index_sampler.sampler if is_wrapped else index_sampler
-    if not isinstance(sampler, OrderedSampler) or state["samplers"] is None or (batches := state["drawn"]) == 0:
+    if not isinstance(sampler, OrderedSampler) or state.samplers is None or (batches := state.drawn) == 0:
         return state
-    at_first = {**state, "drawn": 0, **({"position": 0} if state["passes"] else {})}
+    at_first = replace(state, drawn=0, position=0 if state.passes else state.position)
     with left_alone((*GLOBAL, *filter(None, [options.generator]))):  # the trainer may have set them for this run
         next(_begun(twin, options, at_first).plan, None)  # now its newest iterator is that of this run
     after = sampler.state_after(batches * (index_sampler.batch_size if is_wrapped else 1))
     there = Frozen({"sampler": after, "iterator": None}).plain()
-    return {**state, "samplers": there, "drawn": 0, "passes": [], "finished": False}
+    return replace(state, samplers=there, drawn=0, passes=[], finished=False)
 
 
-def _begun(twin: Any, options: Options, state: dict[str, Any]) -> RunStart:
+def _begun(twin: Any, options: Options, state: LoaderState) -> RunStart:
     """Begin a run on the copies from a state. The dataset hears of no epoch: it is not read."""
     seed: list[int] = []
 
@@ -255,13 +258,13 @@ def _begun(twin: Any, options: Options, state: dict[str, Any]) -> RunStart:
             draw_seed()
         return Drawn(keys, seed[0], None)
 
-    told_nothing = {**state, "dataset_epochs": []}
+    told_nothing = replace(state, dataset_epochs=[])
     return begin(
         options, told_nothing, copy.copy(twin._runs), iterate, prepare=None if options.is_inline else draw_seed
     )
 
 
-def _of_one_batch(found: Found, number: int) -> dict[str, Any]:
+def _of_one_batch(found: Found, number: int) -> LoaderState:
     """Have the twin give this batch alone, made by one worker if it has some; return the state it begins from."""
     twin = found.twin
     options: Options = twin._loader_options()
@@ -281,6 +284,6 @@ def _of_one_batch(found: Found, number: int) -> dict[str, Any]:
         trace=None,
     )
     base_seed, reruns, _ = (seeds := found.seeds).key
-    begun = {"position": number, "sample": found.first, "base_seed": base_seed, "reruns": reruns}
     state = initial_state(twin._loader_options(), seeds.epoch, seeds.generators)
-    return {**state, **begun, "at_iter": "[]"}  # no generator is set
+    begun = replace(state, position=number, sample=found.first, base_seed=base_seed, reruns=reruns)
+    return replace(begun, at_iter="[]")  # no generator is set

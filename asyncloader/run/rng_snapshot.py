@@ -35,6 +35,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from asyncloader.protocols import is_stateful, probe
+from asyncloader.run.state import LoaderState
 from asyncloader.seeding.generators import (
     GLOBAL,
     Mark,
@@ -170,7 +171,7 @@ class OrderDraw:
         self._at_iter = self._at_next = states
         self.is_due = False
 
-    def resume(self, state: dict[str, Any], before: list[Any], check: list[int], set_by_sampler: list[bool]) -> None:
+    def resume(self, state: LoaderState, before: list[Any], check: list[int], set_by_sampler: list[bool]) -> None:
         """Have the order of a state be drawn again: the samplers were iterated over, and are still to be read.
 
         Args:
@@ -179,11 +180,11 @@ class OrderDraw:
             check: What tells them from others.
             set_by_sampler: The generators that the state of a sampler has set.
         """
-        same = [here == there for here, there in zip_longest(check, state["check"][: len(check)])]
+        same = [here == there for here, there in zip_longest(check, state.check[: len(check)])]
         self._put_back = [is_same and each for is_same, each in zip(same, self._rng.is_global, strict=True)]
         self._set_by_sampler = set_by_sampler
-        self._is_again = state["is_drawn"]
-        self._at_next = self._rng.from_text(state["at_next"] or state["at_iter"])
+        self._is_again = state.is_drawn
+        self._at_next = self._rng.from_text(state.at_next or state.at_iter)
         self._restore_at_next()
         self._rng.restore(before, self._put_back)
 

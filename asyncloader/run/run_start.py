@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,15 +19,16 @@ import torch
 
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.epochs import listeners, tell
-from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_here, from_plain
+from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_here
 from asyncloader.options import Options
 from asyncloader.plain import unplain
 from asyncloader.protocols import is_stateful, leaves_out_buffer
-from asyncloader.run.checkpoint import Checkpointer, is_between_runs, keys_in, warn_of_draws
+from asyncloader.run.checkpoint import Checkpointer, warn_of_draws
 from asyncloader.run.data_rank import data_rank
 from asyncloader.run.plan import Plan, is_drawn_from, load_samplers, order_generators, own_state, samplers_within
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot
 from asyncloader.run.runs import Runs
+from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import ResumableSampler
 from asyncloader.seeding.own_generators import GeneratorKeys, Key
 from asyncloader.seeding.sample_context import EpochKey
@@ -63,7 +64,7 @@ class RunStart(NamedTuple):
 
 def begin(
     options: Options,
-    state: dict[str, Any] | None,
+    state: LoaderState | None,
     runs: Runs,
     draw: Callable[[], Drawn],
     *,
@@ -72,6 +73,10 @@ def begin(
     left: RunStart | None = None,
 ) -> RunStart:
     """Bring generators, samplers and the dataset to where the run begins, and have it drawn.
+
+    1. All are put to where they were when the samplers of this run were iterated over: now, or in the state.
+    2. torch's iterator draws the base seed and iterates over the samplers, in its order.
+    3. What a state says of the run takes the place of what was drawn, and the generators go to where they belong.
 
     Args:
         options: The loader's.
@@ -82,17 +87,19 @@ def begin(
         last: The run before this one, if its workers make this one too.
         left: The run before this one, if it was left as soon as it had begun.
     """
-    runs.set_epochs.look(options.index_sampler)
+    runs.set_epochs.look(options.index_sampler)  # before a state sets an epoch of its own
     rng = order_generators(options)
-    before, check = rng.capture(), [] if state is None else rng.check()
-    states = None if state is None else unplain(state["samplers"])
-    at_iter = before if state is None else _rewind(options, state, states, runs, rng)
-    if prepare is not None:
-        at_iter = _prepare(prepare, rng, at_iter, keeps_seed=_keeps_seed(state))
-    samplers, starts = _load(options, state, states, runs, left)
-    epoch = runs.begun if state is None else state["epoch"]
+    before, check = rng.capture(), [] if state is None else rng.check()  # what the trainer has set, perhaps
+    if state is None:
+        at_iter, samplers = _put_anew(options, runs, rng, prepare)
+        starts = left.starts if left is not None and _keeps_map(options) else _starts(options, None)
+        epoch = runs.begun
+    else:
+        at_iter, samplers, starts = _put_back(options, state, runs, rng, prepare)
+        epoch = state.epoch
+    # Before the order is drawn: the dataset may hold the generator that it is drawn from.
     generators = _generator_keys(options, state, runs, epoch)
-    loaded = at_iter if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
+    loaded = rng.capture() if state is not None else at_iter  # a sampler's state may have set its own
     with Drawing():
         drawn = draw()
     order = OrderDraw(rng, at_iter, partial(warn_of_draws, options.index_sampler, runs.warned))
@@ -100,7 +107,7 @@ def begin(
     if state is not None:
         order.note_state()
         drawn = _as_saved(options, state, drawn, rng, loaded, is_advanced=is_advanced)
-        if not is_between_runs(state):
+        if not state.is_between_runs:
             order.resume(state, before, check, rng.differ(at_iter, loaded))
     elif is_advanced:
         order.begin_read(_after_seed(options, rng, before))
@@ -108,8 +115,7 @@ def begin(
     had_seed = left.checkpointer if left is not None and options.persistent_workers else last
     key = EpochKey((drawn.base_seed, _reruns(state, had_seed), data_rank(options)))
     progress = _progress(options, state, drawn, key, _known(options, starts, last))
-    by_plan = None if reads_again(options, starts) else order
-    plan = _plan(options, progress, drawn.keys, samplers, states, by_plan, is_resumed=state is not None)
+    plan = _plan(options, state, progress, drawn.keys, samplers, None if reads_again(options, starts) else order)
     checkpointer = Checkpointer(
         options,
         progress,
@@ -128,54 +134,121 @@ def begin(
     return RunStart(plan, checkpointer, starts)
 
 
-def _rewind(
-    options: Options, state: dict[str, Any], states: dict[str, Any] | None, runs: Runs, rng: RNGSnapshot
-) -> list[Any]:
+# ----------------------------------------------------------------------------------------------------- 1. where it is
+
+
+def _put_anew(
+    options: Options, runs: Runs, rng: RNGSnapshot, prepare: Callable[[], object] | None
+) -> tuple[list[Any], SamplerState]:
+    """Have samplers begin an epoch; return where the generators are when they are iterated over, and the samplers."""
+    if prepare is not None:  # it draws the base seed; so generators are looked at after it
+        with Drawing():
+            prepare()
+    latest = runs.latest
+    if latest is not None and latest.progress.finished:
+        runs.set_epochs.warn_of_same_order(options, latest.sampler_epochs, latest.dataset_epochs)
+    at_iter, last = rng.capture(), None if latest is None else latest.sampler_epochs
+    return at_iter, _begin_epoch(options, runs, runs.samplers_now(), last)
+
+
+def _put_back(
+    options: Options, state: LoaderState, runs: Runs, rng: RNGSnapshot, prepare: Callable[[], object] | None
+) -> tuple[list[Any], SamplerState, dict[int, WorkerStart] | None]:
+    """Put generators, samplers and the dataset to where they are in a state; return where that is.
+
+    The order matters. To repeat passes draws from the generators, so that is done before these are put back. Torch's
+    constructor draws from them too, which is undone where the state has the base seed. States of samplers and of the
+    dataset are loaded last, as they may set generators of their own, which then stay.
+    """
+    at_iter, states = _rewind(options, state, runs, rng), unplain(state.samplers)
+    if prepare is not None:
+        with Drawing():
+            prepare()
+        if state.keeps_seed:
+            rng.restore(at_iter)
+        else:
+            at_iter = rng.capture()
+    since = runs.set_epochs.since_load(options)
+    load_samplers(options.index_sampler, None if state.passes else states, state.set_epochs)
+    if state.is_between_runs:  # an epoch that was set since the load is the one that begins
+        tell(samplers_within(options.index_sampler), since.samplers)
+    last = runs.set_epochs.of_samplers(options.index_sampler) if state.finished else None
+    frozen = None if states is None else Frozen(states)
+    samplers = _begin_epoch(options, runs, SamplerState(frozen, state.drawn, tuple(state.passes)), last)
+    tell(listeners(options.dataset), state.dataset_epochs)
+    runs.set_epochs.note_state(state, options)
+    news = tuple(since.dataset) if state.is_between_runs else ()
+    is_dataset_loaded = options.is_inline and _load_dataset(options, state, news)
+    return at_iter, samplers, _starts(options, None if is_dataset_loaded else state, news)
+
+
+def _begin_epoch(
+    options: Options, runs: Runs, samplers: SamplerState, last: Sequence[int | None] | None
+) -> SamplerState:
+    """Have samplers that count epochs count, and return where samplers are, which say it themselves otherwise."""
+    runs.set_epochs.begin_epoch(options.index_sampler, last=last)
+    if samplers.state is None or samplers.passes:
+        for sampler in samplers_within(options.index_sampler):
+            if isinstance(sampler, ResumableSampler):  # its newest iterator may have been left, in the same epoch
+                sampler.announce_reading()
+    return samplers if samplers.state is not None else samplers._replace(state=own_state(options.index_sampler))
+
+
+def _rewind(options: Options, state: LoaderState, runs: Runs, rng: RNGSnapshot) -> list[Any]:
     """Put the generators to where they were when the samplers were iterated over, and return where that is.
 
     Where an epoch begins, generators stay that the trainer has set: see `Runs.set_by_trainer`.
     """
     before, set_by_trainer = rng.capture(), runs.set_by_trainer(rng)
-    if state["passes"]:
-        _repeat_passes(options, states, state["passes"], runs)
-    at_iter = rng.from_text(state["at_iter"])
-    if is_between_runs(state):
+    _repeat_passes(options, state, runs)
+    at_iter = rng.from_text(state.at_iter)
+    if state.is_between_runs:
         pairs = zip(before, at_iter, set_by_trainer, strict=False)
         at_iter = [trainers if is_set else saved for trainers, saved, is_set in pairs]
     rng.restore(at_iter)
     return at_iter
 
 
-def _keeps_seed(state: dict[str, Any] | None) -> bool:
-    """Whether the run has the base seed of the state, and draws none."""
-    return state is not None and state["base_seed"] is not None
+def _repeat_passes(options: Options, state: LoaderState, runs: Runs) -> None:
+    """Have samplers be read as they were in epochs that are over or were left: so they do what they do then."""
+    index_sampler, states = options.index_sampler, unplain(state.samplers)
+    if states is None or not state.passes:
+        return
+    chosen = runs.set_epochs.since_load(options).samplers
+    load_samplers(index_sampler, states, ())
+    for number, answers in enumerate(state.passes):
+        with Drawing():
+            keys = iter(index_sampler)
+        # An iterator that follows consumers goes on where they are, and waits for what comes. One that was not read has
+        # not iterated over the sampler within, if it is torch's.
+        if answers and not hasattr(keys, "follow"):
+            Plan(index_sampler, keys, Progress(), Pace()).resume(None if number else states, answers)
+    tell(samplers_within(index_sampler), chosen)
 
 
-def _generator_keys(options: Options, state: dict[str, Any] | None, runs: Runs, epoch: int) -> dict[str, Key]:
+def _generator_keys(options: Options, state: LoaderState | None, runs: Runs, epoch: int) -> dict[str, Key]:
     """Return the keys of generators that the dataset holds: of its own, or of the epoch that goes on."""
     generators = runs.generators(options)
     keys = runs.generator_keys.following(generators, epoch)
-    if state is not None and not is_between_runs(state):
-        keys |= keys_in(state)
+    if state is not None and not state.is_between_runs:
+        keys |= state.generator_keys
     runs.generator_keys = GeneratorKeys(generators, keys)
     return keys
 
 
-def _reruns(state: dict[str, Any] | None, last: Checkpointer | None) -> int:
+def _keeps_map(options: Options) -> bool:
+    """Whether the copies of a map-style dataset outlast a run."""
+    return options.keeps_dataset and not options.is_iterable
+
+
+# ------------------------------------------------------------------------------------------------------ 3. as it was
+
+
+def _reruns(state: LoaderState | None, last: Checkpointer | None) -> int:
     """Return how many runs had the base seed of this run before it, of which this was the last."""
-    if state is not None and _keeps_seed(state):
-        return int(state["reruns"])
+    if state is not None and state.keeps_seed:
+        return state.reruns
     return 0 if last is None else last.key[1] + 1
-
-
-def _prepare(prepare: Callable[[], object], rng: RNGSnapshot, at_iter: list[Any], *, keeps_seed: bool) -> list[Any]:
-    """Run torch's constructor, which draws the base seed; return where the generators are after that."""
-    with Drawing():
-        prepare()
-    if not keeps_seed:
-        return rng.capture()
-    rng.restore(at_iter)
-    return at_iter
 
 
 def _after_seed(options: Options, rng: RNGSnapshot, before: list[Any]) -> list[Any]:
@@ -194,25 +267,9 @@ def _draw_seed(options: Options) -> None:
         torch.empty((), dtype=torch.int64).random_(generator=options.generator)
 
 
-def _load(
-    options: Options, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs, left: RunStart | None
-) -> tuple[SamplerState, dict[int, WorkerStart] | None]:
-    """Bring samplers and dataset to where the run begins; return where the samplers and the workers are then."""
-    samplers = _load_samplers(options, state, states, runs)
-    if left is not None and options.keeps_dataset and not options.is_iterable:
-        return samplers, left.starts
-    if state is not None:
-        tell(listeners(options.dataset), state["dataset_epochs"])
-        runs.begin_from(state, options)
-    is_between = state is not None and is_between_runs(state)
-    news = tuple(runs.set_epochs.since_load(options).dataset) if is_between else ()
-    is_dataset_loaded = options.is_inline and _load_dataset(options, state, news)
-    return samplers, _starts(options, None if is_dataset_loaded else state, news)
-
-
 def _as_saved(
     options: Options,
-    state: dict[str, Any],
+    state: LoaderState,
     drawn: Drawn,
     rng: RNGSnapshot,
     loaded: list[Any],
@@ -229,28 +286,24 @@ def _as_saved(
         loaded: Where they were before that.
         is_advanced: The iterator over the keys has been read from.
     """
-    if not (keeps_seed := _keeps_seed(state)) and not is_advanced:
-        return drawn
-    if keeps_seed:
-        drawn = drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
-    if is_advanced or (is_between_runs(state) and options.is_inline):  # it has drawn a base seed that nobody wants
+    if state.base_seed is not None:
+        drawn = drawn._replace(base_seed=state.base_seed, shared_seed=state.shared_seed)
+    if is_advanced or (state.is_between_runs and options.is_inline):  # it has drawn a base seed that nobody wants
         rng.restore(loaded)
         with Drawing():
             drawn = drawn._replace(keys=iter(options.index_sampler))
-        if options.is_inline and not keeps_seed:
+        if options.is_inline and not state.keeps_seed:
             _draw_seed(options)
     return drawn
 
 
 def _plan(
     options: Options,
+    state: LoaderState | None,
     progress: Progress,
     keys: Iterator[Any],
     samplers: SamplerState,
-    states: dict[str, Any] | None,
     order: OrderDraw | None,
-    *,
-    is_resumed: bool,
 ) -> Plan:
     """Return the plan, from where the run begins."""
     progress.begin_after(samplers)
@@ -259,30 +312,28 @@ def _plan(
     plan = Plan(
         options.index_sampler, keys, progress, Pace(), is_batched=is_batched, with_arrays=is_gathered, order=order
     )
-    if is_resumed and progress.now.position and not options.is_iterable:
-        plan.resume(None if samplers.passes else states, samplers.drawn)
+    if state is not None and progress.now.position and not options.is_iterable:
+        plan.resume(None if samplers.passes else unplain(state.samplers), samplers.drawn)
     return plan
 
 
 def _progress(
     options: Options,
-    state: dict[str, Any] | None,
+    state: LoaderState | None,
     drawn: Drawn,
     key: tuple[int, int, int],
     workers: dict[int, WorkerStart] | None,
 ) -> Progress:
     """Return how far the run is before its first batch."""
-    position = state["position"] if state is not None else drawn.num_yielded
-    sample = position * (options.batch_size or 1)
-    if state is not None and state["sample"] >= 0:
-        sample = state["sample"]
+    position = drawn.num_yielded if state is None else state.position
+    sample = position * (options.batch_size or 1) if state is None or state.sample < 0 else state.sample
     return Progress(
         position,
-        set(state["ahead"]) if state is not None else None,
+        None if state is None else set(state.ahead),
         in_order=options.in_order,
         workers=workers,
-        next_worker=state["next_worker"] if state is not None else None,
-        bad_count=state["bad_count"] if state is not None else 0,
+        next_worker=None if state is None else state.next_worker,
+        bad_count=0 if state is None else state.bad_count,
         key=None if options.is_iterable else key,
         overlaps=options.overlaps,
         sample=sample if options.knows_places else 0,
@@ -290,61 +341,16 @@ def _progress(
     )
 
 
-def _repeat_passes(options: Options, states: dict[str, Any] | None, passes: list[int], runs: Runs) -> None:
-    """Have samplers be read as they were in epochs that are over or were left: so they do what they do then."""
-    index_sampler = options.index_sampler
-    if states is None:
-        return
-    chosen = runs.set_epochs.since_load(options).samplers
-    load_samplers(index_sampler, states, ())
-    for number, answers in enumerate(passes):
-        with Drawing():
-            keys = iter(index_sampler)
-        # An iterator that follows consumers goes on where they are, and waits for what comes. One that was not read has
-        # not iterated over the sampler within, if it is torch's.
-        if answers and not hasattr(keys, "follow"):
-            Plan(index_sampler, keys, Progress(), Pace()).resume(None if number else states, answers)
-    tell(samplers_within(index_sampler), chosen)
+# -------------------------------------------------------------------------------------------------------- the dataset
 
 
-def _load_samplers(
-    options: Options, state: dict[str, Any] | None, states: dict[str, Any] | None, runs: Runs
-) -> SamplerState:
-    """Bring samplers to where they were before they are iterated over; return where they are.
-
-    If the state is of no run, an epoch that was set since it was loaded is the one that begins now.
-    """
-    index_sampler, samplers, latest = options.index_sampler, SamplerState(None), runs.latest
-    if state is not None:
-        chosen = runs.set_epochs.since_load(options).samplers if is_between_runs(state) else []
-        load_samplers(index_sampler, None if state["passes"] else states, state["set_epochs"])
-        tell(samplers_within(index_sampler), chosen)
-        samplers = SamplerState(None if states is None else Frozen(states), state["drawn"], tuple(state["passes"]))
-    else:
-        samplers = runs.samplers_now()
-        if latest is not None and latest.progress.finished:
-            runs.set_epochs.warn_of_same_order(options, latest.sampler_epochs, latest.dataset_epochs)
-    last = None if latest is None else latest.sampler_epochs
-    if state is not None:
-        last = runs.set_epochs.of_samplers(index_sampler) if state["finished"] else None
-    runs.set_epochs.begin_epoch(index_sampler, last=last)
-    if samplers.state is None or samplers.passes:
-        for sampler in samplers_within(index_sampler):
-            if isinstance(sampler, ResumableSampler):  # its newest iterator may have been left, in the same epoch
-                sampler.announce_reading()
-    if samplers.state is not None:
-        return samplers
-    return samplers._replace(state=own_state(index_sampler))
-
-
-def _load_dataset(options: Options, state: dict[str, Any] | None, news: tuple[int | None, ...]) -> bool:
+def _load_dataset(options: Options, state: LoaderState, news: tuple[int | None, ...]) -> bool:
     """Bring the dataset of this process to where it was between two runs, before anything of the next one is drawn.
 
     The state may set a global generator. Where batches were made since, they are made again later.
     """
-    if state is None or state["workers"] is None or not is_between_runs(state):
+    if (starts := state.starts) is None or not state.is_between_runs:
         return False
-    starts = from_plain(state["workers"])
     if len(starts) != 1 or not starts[0].snapshot or starts[0].made or not is_stateful(options.dataset):
         return False
     with Drawing():
@@ -354,16 +360,15 @@ def _load_dataset(options: Options, state: dict[str, Any] | None, news: tuple[in
 
 
 def _starts(
-    options: Options, state: dict[str, Any] | None, news: tuple[int | None, ...] = ()
+    options: Options, state: LoaderState | None, news: tuple[int | None, ...] = ()
 ) -> dict[int, WorkerStart] | None:
     """Return where workers begin, if the dataset is one that they have a place or a state in."""
     if not options.is_iterable and not (options.snapshot_every and is_stateful(options.dataset)):
         return None
     anew = {worker: WorkerStart() for worker in range(options.num_at_start)}
     _warn_of_other_numbers(options, state)
-    if state is None or state["workers"] is None:
+    if state is None or (starts := state.starts) is None:
         return anew
-    starts = from_plain(state["workers"])
     if len(starts) != len(anew):
         log.warning(
             "The state has those of the dataset in %d workers, and there are %d now: the dataset begins anew.",
@@ -388,9 +393,9 @@ def _starts(
     return {worker: start._replace(epochs=news) for worker, start in starts.items()}
 
 
-def _what_else_counts(options: Options, state: dict[str, Any]) -> str:
+def _what_else_counts(options: Options, state: LoaderState) -> str:
     """Return what to say of the random numbers of a stream that is read again."""
-    if len(json.loads(state["at_iter"])) != len(order_generators(options)):
+    if len(json.loads(state.at_iter)) != len(order_generators(options)):
         return (
             " They were read with workers, or without, and now it is the other way: what the stream draws from global "
             "random generators is not the same."
@@ -406,11 +411,11 @@ def reads_again(options: Options, starts: dict[int, WorkerStart] | None) -> bool
     return is_here and starts is not None and starts[0].snapshot is None and starts[0].gaps() != [0]
 
 
-def _warn_of_other_numbers(options: Options, state: dict[str, Any] | None) -> None:
+def _warn_of_other_numbers(options: Options, state: LoaderState | None) -> None:
     """Say that workers draw other numbers for a stream than those that had drawn for earlier epochs as well."""
-    if state is None or not state["has_past"] or not (options.is_iterable and options.has_workers):
+    if state is None or not state.has_past or not (options.is_iterable and options.has_workers):
         return
-    starts = from_plain(state["workers"]) if state["workers"] is not None else {0: WorkerStart()}
+    starts = state.starts or {0: WorkerStart()}
     if any(start.snapshot is None or start.snapshot.get("draws") for start in starts.values()):
         log.warning(
             "The state is of persistent workers that had read the stream in epochs before. Their random generators had "

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,15 @@ from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, shared_trace
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import Checkpointer, initial_state, is_between_runs, keys_in
+from asyncloader.run.checkpoint import Checkpointer, initial_state
 from asyncloader.run.current_run import CurrentRun
 from asyncloader.run.plan import keeps_place, left_after, order_generators, since_preload
 from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.run.set_epochs import SetEpochs
+from asyncloader.run.state import LoaderState
 from asyncloader.seeding.generators import Mark
 from asyncloader.seeding.own_generators import GeneratorKeys, seeded_generators_of
 
-_HOW_FAR = ("position", "samplers", "drawn", "passes", "set_epochs")
-"""What of a state says how much of its epoch is left."""
 _REMEMBERED = 8
 """Runs whose batches can be made again by their numbers: their generators are some 10 kB each."""
 _SHARED = (
@@ -59,9 +59,9 @@ class Runs:
         self.current = CurrentRun(self.warned)
         self.past: deque[Checkpointer] = deque(maxlen=_REMEMBERED)
         self._meter: Meter | None = None
-        self.loaded: dict[str, Any] | None = None
+        self.loaded: LoaderState | None = None
         self._marks: list[Mark | None] = []  # of the generators when a state was loaded
-        self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
+        self._left: tuple[LoaderState, int | None] | None = None  # after a state, on this rank
         self.set_epochs = SetEpochs()
         self.generator_keys = GeneratorKeys({}, {})
         self._trace: Trace | None = None
@@ -75,14 +75,15 @@ class Runs:
         }
         return {**vars(self), **forgotten, **anew, "set_epochs": copy.copy(self.set_epochs)}
 
-    def state_dict(self, options: Callable[[], Options]) -> dict[str, Any]:
+    def state(self, options: Callable[[], Options]) -> LoaderState:
         """Return a state to go on from: in the middle of the newest run, or before the next one.
 
         Args:
             options: Makes what a first run would be made with; that takes as long as all the rest.
         """
-        if (state := self.begins_from) is not None:
-            return {**state, "samplers": since_preload(options().index_sampler, state["samplers"])}
+        if self.loaded is not None:
+            state = copy.deepcopy(self.loaded)
+            return replace(state, samplers=since_preload(options().index_sampler, state.samplers))
         record = self.current.record(of_state=True)
         if record is None:
             there = options()
@@ -90,7 +91,7 @@ class Runs:
             return initial_state(there, self.begun, keys)
         return self.state_of(record.checkpointer)
 
-    def state_of(self, run: Checkpointer) -> dict[str, Any]:
+    def state_of(self, run: Checkpointer) -> LoaderState:
         """Return a state of a run, with how many runs there were.
 
         Something else may have begun a run beside this one, for a look: later epochs come after that one, too.
@@ -98,12 +99,12 @@ class Runs:
         newest = self.past[-1] if self.past else run
         has_others = newest is not run or self._is_sampler_shared
         if has_others and keeps_place(run.options.index_sampler):
-            state = run.state_dict(newest)
-            if self._is_sampler_shared or not state["finished"]:
+            state = run.state(newest)
+            if self._is_sampler_shared or not state.finished:
                 run.warn(_SHARED)
         else:
-            state = run.state_dict()
-        return {**state, "epoch" if state["finished"] else "begun": self.begun}
+            state = run.state()
+        return replace(state, epoch=self.begun) if state.finished else replace(state, begun=self.begun)
 
     @property
     def _is_sampler_shared(self) -> bool:
@@ -137,15 +138,10 @@ class Runs:
         return None if (record := self.current.record()) is None else record.iterator()
 
     @property
-    def begins_from(self) -> dict[str, Any] | None:
-        """The state that the next run begins from, or None."""
-        return copy.deepcopy(self.loaded)
-
-    @property
     def done(self) -> int:
         """How many batches of the newest run are done with, or of the one that a loaded state goes on with."""
         if self.loaded is not None:
-            return int(self.loaded["position"]) + len(self.loaded["ahead"])
+            return self.loaded.done
         if (latest := self.latest) is None or latest.progress.finished:
             return 0
         now = latest.progress.now
@@ -155,17 +151,17 @@ class Runs:
     def _has_begun(self) -> bool:
         """Whether a run is going on, or a loaded state is of the middle of one, if no batch of it is done with."""
         if self.loaded is not None:
-            return not is_between_runs(self.loaded)
+            return not self.loaded.is_between_runs
         return (latest := self.latest) is not None and not latest.progress.finished
 
-    def begin(self, checkpointer: Checkpointer, state: dict[str, Any] | None) -> None:
+    def begin(self, checkpointer: Checkpointer, state: LoaderState | None) -> None:
         """Note a run that begins, anew or from a state."""
         resumed = None
         if state is not None:
             self.past.clear()
-            if not is_between_runs(state):
-                resumed = {name: state[name] for name in _HOW_FAR}
-        self.begun = max(checkpointer.epoch + 1, 0 if state is None else state["begun"])
+            if not state.is_between_runs:
+                resumed = replace(state, workers=None)  # how far it was: states of datasets are not held for that
+        self.begun = max(checkpointer.epoch + 1, 0 if state is None else state.begun)
         self.current.begin(checkpointer, resumed)
         if not checkpointer.options.is_iterable:
             for run in self.past:
@@ -184,27 +180,27 @@ class Runs:
         record, done, began = self.current.record(), self.done, self.loaded
         if began is None and record is not None:
             began = record.resumed
-        if began is not None and began["position"] <= done and (done or self._has_begun):
+        if began is not None and began.position <= done and (done or self._has_begun):
             if self._left is None or self._left[0] is not began:
                 self._left = began, left_after(options().index_sampler, began)
             if (left := self._left[1]) is not None:
-                return max(0, left + int(began["position"]) - done)
+                return max(0, left + began.position - done)
         return max(0, length - done)
 
-    def load(self, state: dict[str, Any], options: Options) -> None:
-        """Have the next run begin from a state that fits; an empty one for the very first."""
-        self.loaded = copy.deepcopy(state) or None
+    def load(self, state: LoaderState | None, options: Options) -> None:
+        """Have the next run begin from a state that fits; None for the very first."""
+        self.loaded = state
         self.note_load(state, options)
         self.current.close_all()
         self.past.clear()
         self.begun = 0
 
-    def note_load(self, state: dict[str, Any], options: Options) -> None:
+    def note_load(self, state: LoaderState | None, options: Options) -> None:
         """Note a state that is loaded: what is set from now on, by the trainer, counts in its place."""
         self.set_epochs.note_load(options)
         self._marks = _marks(order_generators(options), state) if state else []
         self.generator_keys = (
-            GeneratorKeys(self.generators(options), keys_in(state)) if state else GeneratorKeys({}, {})
+            GeneratorKeys(self.generators(options), state.generator_keys) if state else GeneratorKeys({}, {})
         )
 
     def set_by_trainer(self, rng: RNGSnapshot) -> list[bool]:
@@ -218,10 +214,6 @@ class Runs:
     def generators(self, options: Options) -> dict[str, Any]:
         """Return the generators that the dataset holds and the loader seeds, by their paths."""
         return seeded_generators_of(options.dataset, options.collate_fn) if options.seeds_generators else {}
-
-    def begin_from(self, state: dict[str, Any], options: Options) -> None:
-        """Note what samplers and the dataset were told that a run begins with."""
-        self.set_epochs.note_state(state, options)
 
     def number_is_set(self) -> None:
         """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
@@ -272,11 +264,11 @@ class Runs:
         return None if options.trace is None else self._trace
 
 
-def _marks(rng: RNGSnapshot, state: dict[str, Any]) -> list[Mark | None]:
+def _marks(rng: RNGSnapshot, state: LoaderState) -> list[Mark | None]:
     """Return the marks of the generators when a state is loaded; None for those that are where the state has them."""
-    if is_between_runs(state):
-        is_other = rng.differ(rng.capture(), rng.from_text(state["at_iter"]))
+    if state.is_between_runs:
+        is_other = rng.differ(rng.capture(), rng.from_text(state.at_iter))
     else:
-        checks = zip(rng.is_global, rng.check(), state["check"], strict=False)
+        checks = zip(rng.is_global, rng.check(), state.check, strict=False)
         is_other = [here != there or not is_global for is_global, here, there in checks]
     return [mark if differs else None for mark, differs in zip(rng.marks(), is_other, strict=False)]

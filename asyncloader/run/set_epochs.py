@@ -21,8 +21,8 @@ from torch.utils.data import DistributedSampler
 from asyncloader.epochs import changed, listeners, numbers, tell
 from asyncloader.options import Options
 from asyncloader.protocols import probe
-from asyncloader.run.checkpoint import is_between_runs
 from asyncloader.run.plan import samplers_within
+from asyncloader.run.state import LoaderState
 
 log = logging.getLogger("asyncloader")
 
@@ -108,10 +108,10 @@ class SetEpochs:
                     type(same[0]).__name__,
                 )
 
-    def note_state(self, state: dict[str, Any], options: Options) -> None:
+    def note_state(self, state: LoaderState, options: Options) -> None:
         """Note what a state has told samplers and the dataset that a run begins from."""
         before = self._now(options)
-        since = state["set_epochs"], state["dataset_epochs"]
+        since = state.set_epochs, state.dataset_epochs
         self._by_state = Chosen(*map(_merged, before, since))
 
     def note_load(self, options: Options) -> None:
@@ -138,11 +138,11 @@ class SetEpochs:
             return now
         return Chosen(*(list(changed(*pair)) for pair in zip(now, self._when_loaded, strict=True)))
 
-    def of_another(self, state: dict[str, Any], options: Options) -> Chosen | None:
+    def of_another(self, state: LoaderState, options: Options) -> Chosen | None:
         """Return what was told since a state was loaded, if that is another epoch than the one the state is in."""
         chosen = self.since_load(options)
-        is_news = _is_news(chosen.samplers, state["set_epochs"]) or _is_news(chosen.dataset, state["dataset_epochs"])
-        return chosen if is_news and not is_between_runs(state) else None
+        is_news = _is_news(chosen.samplers, state.set_epochs) or _is_news(chosen.dataset, state.dataset_epochs)
+        return chosen if is_news and not state.is_between_runs else None
 
     def choose(self, chosen: Chosen, options: Options) -> None:
         """Tell samplers and the dataset of the epoch that was set after a state was loaded."""

@@ -37,6 +37,7 @@ from asyncloader.run import home_loop, workplace
 from asyncloader.run.base_iterator import BaseIterator, check_owner
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
+from asyncloader.run.state import LoaderState
 from asyncloader.weak import while_alive
 from asyncloader.worker.bootstrap import refuse_in_main
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -72,7 +73,7 @@ class WorkerIterator(BaseIterator[T_co]):
         runs: Runs,
         *,
         wait_for_start: bool,
-        state: dict[str, Any] | None = None,
+        state: LoaderState | None = None,
     ) -> None:
         if wait_for_start:
             refuse_to_block_the_loop()
@@ -82,7 +83,7 @@ class WorkerIterator(BaseIterator[T_co]):
         self.asked = options
         self._start(loader, state, wait=wait_for_start)
 
-    def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None, *, wait: bool) -> None:
+    def _start(self, loader: DataLoader[T_co], state: LoaderState | None, *, wait: bool) -> None:
         """Start workers and the first run."""
         has_home = self._options.is_async and not self._options.has_workers
         self._home = home_loop.find_home(self._options.dataset, get_portal().loop) if has_home else None
@@ -147,12 +148,12 @@ class WorkerIterator(BaseIterator[T_co]):
         self._meter = self._runs.meter = run.meter
         self._seeding.end_others(run.epoch.key)
 
-    def _restart(self, loader: Any, state: dict[str, Any]) -> None:
+    def _restart(self, loader: Any, state: LoaderState) -> None:
         self._run.leave()
         self.leave()
         self._seeding.end()
         if (options := self._options).is_auto:
-            number = state["num_workers"] or len(self._session.supervisor.workforce.wanted)
+            number = state.num_workers or len(self._session.supervisor.workforce.wanted)
             self._options = replace(options, num_workers=AutoWorkers(min(number, options.most_waiting)))
             loader._note_num_workers(self._options.num_workers)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from asyncloader import DataLoader, StateMismatchError
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import VERSION, Checkpointer, check, describe, initial_state, is_between_runs
+from asyncloader.run.checkpoint import Checkpointer, initial_state
+from asyncloader.run.fits import check, describe
 from asyncloader.run.plan import order_generators
 from asyncloader.run.rng_snapshot import OrderDraw
+from asyncloader.run.state import LoaderState
 from asyncloader.samplers import ElasticSampler, PackingBatchSampler
 from asyncloader.seeding.sample_context import EpochKey
 from tests import inside
@@ -99,7 +102,7 @@ def test_what_a_state_has_to_fit(name: str) -> None:
     state = initial_state(settings_of(**saved), 0)
     check(state, settings_of(**saved))
     if name == "num_replicas":  # as many samples for each rank do not make it fit
-        state["fits"]["samples"] = describe(settings_of(**now))["samples"]
+        state.fits["samples"] = describe(settings_of(**now))["samples"]
     with pytest.raises(StateMismatchError) as caught:
         check(state, settings_of(**now))
     assert (caught.value.field, caught.value.saved, caught.value.now) == (name, *values)
@@ -113,20 +116,20 @@ def test_other_ranks_are_told_of_the_sampler_that_fits_them() -> None:
             check(initial_state(settings_of(**one), 0), settings_of(**other))
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 3}, {"version": 5}, [3], None])
+@pytest.mark.parametrize("state", [{}, {"version": 4}, {"version": 6}, [3], None])
 def test_what_is_no_state_of_this_version(state: Any) -> None:
     """Also what is no state at all."""
     with pytest.raises(StateMismatchError, match="not a state of this version"):
-        check(state, settings_of())
+        LoaderState.from_dict(state)
 
 
 def test_what_is_not_all_of_a_state() -> None:
     """Whichever part is missing, the error names it."""
-    state = initial_state(settings_of(), 0)
-    check(state, settings_of())
+    state = initial_state(settings_of(), 0).as_dict()
+    check(LoaderState.from_dict(state), settings_of())
     for name in state.keys() - {"version"}:
         with pytest.raises(StateMismatchError, match=f"without {name}"):
-            check({key: value for key, value in state.items() if key != name}, settings_of())
+            LoaderState.from_dict({key: value for key, value in state.items() if key != name})
 
 
 def test_a_state_of_an_elastic_sampler_fits_any_division() -> None:
@@ -158,22 +161,22 @@ def packing(batch_size: int) -> dict[str, Any]:
 def test_batches_that_came_early_are_of_one_division(one: dict[str, Any], other: dict[str, Any]) -> None:
     """The state has their numbers: in another division these are other samples, and some would be lost."""
     progress = Progress(position=0, ahead={1, 3})
-    state = checkpointer_of(settings_of(**one), progress).state_dict()
+    state = checkpointer_of(settings_of(**one), progress).state()
     check(state, settings_of(**one))
     with pytest.raises(StateMismatchError, match=r"division was .* in_order=True"):
         check(state, settings_of(**other))
-    check({**state, "ahead": []}, settings_of(**other))
+    check(replace(state, ahead=[]), settings_of(**other))
 
 
 def test_workers_with_states_of_their_own_are_as_many_as_before() -> None:
     """In the middle of a run; between two there are none yet."""
     progress = Progress(workers={0: WorkerStart(), 1: WorkerStart()}, next_worker=0, key=(77, 3, 0))
-    state = checkpointer_of(settings_of(Counts(), **WITH_WORKERS), progress).state_dict()
+    state = checkpointer_of(settings_of(Counts(), **WITH_WORKERS), progress).state()
     check(state, settings_of(Counts(), **WITH_WORKERS))
     one = settings_of(Counts(), **{**WITH_WORKERS, "num_workers": 1})
     with pytest.raises(StateMismatchError, match=r"num_workers was 2 .* as many workers"):
         check(state, one)
-    check({**state, "base_seed": None}, one)
+    check(replace(state, base_seed=None), one)
 
 
 def test_states_have_the_same_keys_whenever_they_are_made() -> None:
@@ -182,17 +185,21 @@ def test_states_have_the_same_keys_whenever_they_are_made() -> None:
     progress = Progress()
     checkpointer = checkpointer_of(settings, progress)
     before = initial_state(settings, 0)
-    within = checkpointer.state_dict()
+    within = checkpointer.state()
     give(progress, 0)
-    later = checkpointer.state_dict()
+    later = checkpointer.state()
     progress.end_is_known = True
-    after = checkpointer.state_dict()
-    assert before.keys() == within.keys() == later.keys() == after.keys()
-    assert [is_between_runs(state) for state in (before, within, later, after)] == [True, False, False, True]
+    after = checkpointer.state()
+    assert [state.is_between_runs for state in (before, within, later, after)] == [True, False, False, True]
     for state in (before, within, later, after):
-        assert json.loads(json.dumps(state)) == state
-    within["fits"]["rank"], within["ahead"] = 5, [9]
-    assert checkpointer.state_dict() == after
+        written = state.as_dict()
+        assert written.keys() == before.as_dict().keys()
+        assert json.loads(json.dumps(written)) == written
+        assert LoaderState.from_dict(written) == state
+    loaded = LoaderState.from_dict(written := within.as_dict())
+    written["fits"]["rank"], written["ahead"] = 5, [9]
+    assert loaded.fits["rank"] is None
+    assert checkpointer.state() == after
     assert initial_state(settings, 0) == before
 
 
@@ -204,19 +211,19 @@ def test_a_state_in_a_run_has_how_far_it_is() -> None:
     torch.randperm(3)  # before the sampler is read
     generators = order_generators(settings)
     before = generators.as_text(generators.capture())
-    first = checkpointer.state_dict()
-    assert (first["epoch"], first["base_seed"], first["is_drawn"], first["at_next"]) == (3, 77, False, before)
-    assert (first["position"], first["ahead"]) == (0, [])
+    first = checkpointer.state()
+    assert (first.epoch, first.base_seed, first.is_drawn, first.at_next) == (3, 77, False, before)
+    assert (first.position, first.ahead) == (0, [])
     with checkpointer.order.first():
         torch.randperm(3)
     for batch in (0, 5, 3):
         give(progress, batch)
-    later = checkpointer.state_dict()
-    assert (later["position"], later["ahead"], later["bad_count"]) == (1, [3, 5], 4)
-    assert (later["at_iter"], later["at_next"], later["is_drawn"]) == (first["at_iter"], before, True)
-    assert later["check"] == generators.check() != first["check"]
+    later = checkpointer.state()
+    assert (later.position, later.ahead, later.bad_count) == (1, [3, 5], 4)
+    assert (later.at_iter, later.at_next, later.is_drawn) == (first.at_iter, before, True)
+    assert later.check == generators.check() != first.check
     torch.randperm(3)
-    assert later["check"] != generators.check()
+    assert later.check != generators.check()
 
 
 def test_a_state_after_a_run_is_of_the_next_one() -> None:
@@ -229,11 +236,11 @@ def test_a_state_after_a_run_is_of_the_next_one() -> None:
         began = checkpointer.order.as_plain()["at_iter"]
         torch.randperm(3, generator=generator)
         progress.end_is_known = True
-        state = checkpointer.state_dict()
-        assert (state["epoch"], state["position"], state["finished"]) == (4, 0, True)
-        assert state["base_seed"] == (77 if persistent else None)
+        state = checkpointer.state()
+        assert (state.epoch, state.position, state.finished) == (4, 0, True)
+        assert state.base_seed == (77 if persistent else None)
         generators = order_generators(settings)
-        assert state["at_iter"] == generators.as_text(generators.capture()) != began
+        assert state.at_iter == generators.as_text(generators.capture()) != began
 
 
 def test_samplers_go_on_after_the_state_that_they_had_within_the_run() -> None:
@@ -242,8 +249,8 @@ def test_samplers_go_on_after_the_state_that_they_had_within_the_run() -> None:
     progress = Progress(position=5)
     progress.sampler_states.append((4, last))
     checkpointer = checkpointer_of(settings_of(), progress)
-    within = checkpointer.state_dict()
-    assert (within["samplers"], within["drawn"], within["passes"]) == ('{"at": 4}', 1, [])
+    within = checkpointer.state()
+    assert (within.samplers, within.drawn, within.passes) == ('{"at": 4}', 1, [])
     progress.end_is_known = True
     assert checkpointer.samplers_after() == SamplerState(last, 0, passes=(2,))  # a batch, and the end
     without = Progress(position=5)
@@ -279,7 +286,7 @@ def test_a_dataset_whose_state_cannot_be_taken_is_told_once(caplog: pytest.LogCa
     give(progress, 0, worker=0, in_stream=0, snapshot=Untold("TypeError: no pickle"), keys=[1, 2])
     checkpointer = checkpointer_of(settings_of(Counts()), progress)
     with caplog.at_level(logging.WARNING, logger="asyncloader"):
-        assert checkpointer.state_dict()["version"] == VERSION
-        checkpointer.state_dict()
+        assert checkpointer.state().epoch == 3
+        checkpointer.state()
     (message,) = caplog.messages
     assert "could not be taken (TypeError: no pickle). It is not in states of the loader." in message

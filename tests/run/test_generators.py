@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from asyncloader import DataLoader
 from asyncloader.options import Options
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
+from asyncloader.run.state import LoaderState
 from asyncloader.samplers import (
     BlockShuffleSampler,
     ElasticSampler,
@@ -241,7 +243,7 @@ def draw() -> None:
 
 def stopped(
     sampler: str, done: int, ahead: int, *, inline: bool, draws: bool = False, draws_between: bool = False
-) -> tuple[Trainer, dict[str, Any]]:
+) -> tuple[Trainer, LoaderState]:
     """Go through an epoch, then begin the next one and stop there: with the sampler read so far ahead of batches."""
     trainer = Trainer(sampler, 1)
     trainer.epoch(inline=inline, draws=draws)
@@ -255,7 +257,7 @@ def stopped(
         give(progress, batch)
         if draws:
             draw()
-    return trainer, json.loads(json.dumps(start.checkpointer.state_dict()))
+    return trainer, LoaderState.from_dict(json.loads(json.dumps(start.checkpointer.state().as_dict())))
 
 
 WAYS = [(True, False), (False, True), (True, True), (False, False)]
@@ -350,7 +352,7 @@ def test_a_sampler_that_draws_on_is_named(sampler: str, caplog: pytest.LogCaptur
                 for batch in range(3):
                     next(start.plan, None)
                     give(start.checkpointer.progress, batch)
-                    state = start.checkpointer.state_dict()
+                    state = start.checkpointer.state()
         else:
             trainer.epoch(state, inline=True)
         assert ("draws from global random generators" in caplog.text) == (sampler in DRAW_ON)
@@ -372,7 +374,7 @@ def test_a_state_that_is_taken_while_the_order_is_drawn() -> None:
         def interrupted(index: int) -> int:
             drawn = drawing(index)  # noqa: B023
             if index == number:  # noqa: B023
-                taken.append((start.checkpointer.state_dict(), generators.save(trainer.own)))  # noqa: B023
+                taken.append((start.checkpointer.state(), generators.save(trainer.own)))  # noqa: B023
             return drawn
 
         at_first.draw = interrupted
@@ -424,10 +426,10 @@ def test_a_sampler_that_was_interrupted_when_it_was_first_read(when: str) -> Non
         next(start.plan)
     draw()
     keys = list(start.plan)
-    state = {**start.checkpointer.state_dict(), "position": 1}
+    state = replace(start.checkpointer.state(), position=1, drawn=1)
     generators.seed_all(2)
     settings.index_sampler.sampler.when = ""
-    assert list(begin(settings, {**state, "drawn": 1}, runs, construct).plan) == keys[1:]
+    assert list(begin(settings, state, runs, construct).plan) == keys[1:]
 
 
 class KeepsOut(Sampler[int]):

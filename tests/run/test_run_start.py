@@ -11,11 +11,12 @@ from asyncloader import DataLoader
 from asyncloader.options import Options
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
+from asyncloader.run.state import LoaderState
 from tests import inside
 from tests.run.giving import give
 
 
-def started(settings: Options, state: dict[str, Any] | None = None, runs: Runs | None = None) -> RunStart:
+def started(settings: Options, state: LoaderState | None = None, runs: Runs | None = None) -> RunStart:
     """Start as an iterator without workers does: the base seed is drawn before the order."""
 
     def iterate() -> Drawn:
@@ -47,7 +48,7 @@ def test_a_run_goes_on_from_any_batch(count: int) -> None:
     """With what the sampler would have yielded next, the same seed and the same epoch."""
     start = started(settings_of())
     take(start, count)
-    state = start.checkpointer.state_dict()
+    state = start.checkpointer.state()
     rest = list(start.plan)
     resumed = started(settings_of(seed=1), state)
     assert list(resumed.plan) == rest
@@ -64,7 +65,7 @@ def test_epochs_are_counted() -> None:
     assert runs.begun == 3
     assert runs.latest is starts[2].checkpointer
     other = Runs()
-    assert started(settings_of(), starts[1].checkpointer.state_dict(), other).checkpointer.epoch == 1
+    assert started(settings_of(), starts[1].checkpointer.state(), other).checkpointer.epoch == 1
     assert other.begun == 2
 
 
@@ -77,7 +78,7 @@ def test_a_global_generator_that_the_trainer_has_restored_is_put_back() -> None:
     take(start, 2)
     drawn = torch.get_rng_state()
     torch.manual_seed(77)
-    state, rest = start.checkpointer.state_dict(), list(start.plan)
+    state, rest = start.checkpointer.state(), list(start.plan)
     restored = started(settings, state)
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(77).get_state())
     assert list(restored.plan) == rest
@@ -93,7 +94,7 @@ def test_a_generator_of_the_samplers_own_is_the_samplers() -> None:
     take(start, 2)
     assert settings.generator is not None
     drawn = settings.generator.get_state()
-    state, rest = start.checkpointer.state_dict(), list(start.plan)
+    state, rest = start.checkpointer.state(), list(start.plan)
     for seed in (0, 77):
         other = settings_of(seed=seed)
         assert other.generator is not None
