@@ -24,7 +24,7 @@ _ADVICE = {
     "rank": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
     "world_size": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
     "num_replicas": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
-    "transform": "transforms are the dataset's; device_transform is for batches on a device",
+    "transform": "transforms are the dataset's; to_device(loader, device, transform=...) is for batches on a device",
 }
 """Of arguments that other loaders have, and for which no name here is close."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
@@ -132,15 +131,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             number or as "4GB"; memory that it shares with the trainer or with other workers does not count. No
             worker comes to more than one and a half times that, unless the few batches that it has in hand take
             so much.
-        device: Where batches go: "cuda", "cuda:1", a `torch.device`; "auto" for the accelerator of this machine, and
-            the CPU where there is none; None and "cpu" leave batches where they are. Batches are copied on a stream of
-            their own while training computes, out of page-locked memory if worker processes make them. Tensors in any
-            containers are moved, and objects that have a method ``to``.
-        device_prefetch: How many batches are copied ahead, of those that are ready; there are at most
-            ``2 + 2 * device_prefetch`` on the device. For states, batches that were copied ahead are not given yet.
-        device_transform: A function that gets each batch on the device and returns another one: bytes into floats,
-            crops, noise. It runs on the stream of the copies. Draws from global generators in it, that of the device
-            included, depend on seed, epoch, rank and number of the batch alone.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -187,9 +177,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_workers: int | None = None,
         max_tasks_per_child: int | None = None,
         max_worker_memory: int | str | None = None,
-        device: str | torch.device | None = None,
-        device_prefetch: int = 1,
-        device_transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.worker_backend = worker_backend
         num_workers = _brought(worker_backend, num_workers)
@@ -205,7 +192,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.max_retries, self.seeding_rank = max_retries, seeding_rank
         self.equal_steps, self.max_workers = equal_steps, max_workers
         self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
-        self.device, self.device_prefetch, self.device_transform = device, device_prefetch, device_transform
         self._runs = Runs(is_in_step=self._loader_options().equal_steps is not None)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -255,18 +241,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return self._handed_on(iterator)
 
     def _handed_on(self, iterator: Any) -> BaseIterator[T_co]:
-        """Have ranks take equally many steps, and batches go to a device, where that is asked for."""
+        """Have ranks take equally many steps, where that is asked for."""
         taken = iterator
         if self.equal_steps is not None:
             from asyncloader.run.equal_steps import in_step
 
             taken = in_step(taken, self.equal_steps, self._runs)
-        if self.device is not None:
-            from asyncloader.run.device_iterator import on_device
-
-            taken = on_device(taken, self.device, self.device_prefetch, self.device_transform, iterator.around())
         if taken is not iterator:
-            iterator.around = weakref.ref(taken)
             self._runs.current.hand_on(taken)
         return cast("BaseIterator[T_co]", taken)
 

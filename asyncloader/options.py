@@ -19,8 +19,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader.checks import Least, at_least, check_of, no_word, says_auto
-from asyncloader.device.device import Device
-from asyncloader.device.device import check as check_device
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
 from asyncloader.protocols import SuppliesKeys, WorkerProvider, is_async, is_stateful, makes_processes, probe
@@ -147,9 +145,6 @@ class Options:
     max_workers: Annotated[int | None, Least(1), _KEPT]
     max_tasks_per_child: Annotated[int | None, Least(1), _KEPT]
     max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
-    device: str | torch.device | Device | None
-    device_prefetch: Annotated[int, Least(0)]
-    device_transform: Callable[[Any], Any] | None
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -359,7 +354,6 @@ class Options:
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         self._check_max_errors()
-        self._check_device()
         if self.equal_steps is not None and not isinstance(self.dataset, IterableDataset):
             raise ConfigurationError(
                 "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
@@ -370,18 +364,6 @@ class Options:
             raise ConfigurationError(
                 f"on_timeout={self.on_timeout!r} is for what takes longer than timeout, which is 0, so nothing ever "
                 "does: set timeout, in seconds"
-            )
-
-    def _check_device(self) -> None:
-        check_device("device", self.device)
-        if self.device_transform is None:
-            return
-        if not callable(self.device_transform):
-            raise ConfigurationError(f"device_transform should be a function, but got {self.device_transform!r}")
-        if self.device is None:
-            raise ConfigurationError(
-                'device_transform is for batches on a device: device="cuda" takes them there, and "auto" to the '
-                "accelerator of this machine, or the CPU where there is none"
             )
 
     def _check_renewal(self) -> None:

@@ -45,11 +45,6 @@ def iterator_of(kind: type[Any], loader: Any) -> Any:
     return kind(loader, options(loader), runs(loader), wait_for_start=True)
 
 
-def sent(iterator: Any) -> int:
-    """Return how many batches an iterator has sent to a device ahead."""
-    return len(iterator._held)
-
-
 def session(iterator: Any) -> Session:
     """Return the session of an iterator with workers: one pool of workers, run after run."""
     found: Session = iterator._session

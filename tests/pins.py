@@ -1,4 +1,4 @@
-"""A device of the tests' own: batches are pinned for it by a function, where there is no accelerator."""
+"""Pinning by a function of the tests' own, where there is no accelerator."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from asyncloader.device.device import Device
+from asyncloader.engine.finisher import Finisher
+from asyncloader.worker.guarded_loop import GuardedLoop
 
 
-class Pins(Device):
-    """A device that batches are pinned for by a function."""
-
-    def __init__(self, copy: Callable[[Any], Any]) -> None:
-        super().__init__(torch.device("cuda", 0))
-        self.pin = copy  # type: ignore[method-assign]
+def pins(loop: GuardedLoop, copy: Callable[[Any], Any]) -> Finisher:
+    """Return the thread that pins the batches of a session, which copies each by this function."""
+    return Finisher(loop, torch.device("cpu", 0), lambda batch, device: copy(batch))

@@ -249,9 +249,6 @@ LOADER: dict[str, Decision] = {
     "max_workers": Free(None, 2, {"num_workers": "auto", "worker_backend": "thread"}),
     "max_tasks_per_child": Free(None, 3, {"num_workers": 1}),
     "max_worker_memory": Free(None, 1 << 40, {"num_workers": 1}),
-    "device": Free(None, "cpu"),
-    "device_prefetch": Free(1, 3),
-    "device_transform": Free(None, torch.clone, {"device": "cpu"}),
 }
 CASES = [
     (kind, option, decision)

@@ -34,7 +34,11 @@ def test_a_wrong_name_is_told_what_was_meant(wrong: str, meant: str) -> None:
 
 @pytest.mark.parametrize(
     ("foreign", "words"),
-    [("seed", "generator=torch.Generator"), ("rank", "ElasticSampler"), ("transform", "device_transform")],
+    [
+        ("seed", "generator=torch.Generator"),
+        ("rank", "ElasticSampler"),
+        ("transform", r"to_device\(loader, device, transform=...\)"),
+    ],
 )
 def test_a_name_of_other_loaders_is_told_what_there_is_instead(foreign: str, words: str) -> None:
     """`seed` is near `seeding` in its letters, and not in its meaning."""

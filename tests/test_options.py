@@ -149,9 +149,6 @@ def test_each_option_takes_another_value() -> None:
         "max_workers": 5,
         "max_tasks_per_child": 1000,
         "max_worker_memory": 1 << 30,
-        "device": "cpu",
-        "device_prefetch": 3,
-        "device_transform": abs,
     }
     assert sorted(values) == sorted(OURS)
     for name, value in values.items():
@@ -160,7 +157,6 @@ def test_each_option_takes_another_value() -> None:
             "max_workers": {"num_workers": "auto"},
             "max_tasks_per_child": {"num_workers": 1},
             "max_worker_memory": {"num_workers": 1},
-            "device_transform": {"device": "cpu"},
         }.get(name, {})
         dataset: Any = Stream() if name == "equal_steps" else [1]
         loader = DataLoader(dataset, **{**needs, name: value})

@@ -15,9 +15,9 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from asyncloader import threads
-from asyncloader.device.device import Device
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -30,11 +30,15 @@ class Finisher:
     Args:
         loop: On which the outcome is told.
         device: The accelerator that batches are pinned for.
+        pin: Pins a batch for it.
     """
 
-    def __init__(self, loop: GuardedLoop, device: Device) -> None:
+    def __init__(
+        self, loop: GuardedLoop, device: torch.device, pin: Callable[[Any, torch.device], Any] | None = None
+    ) -> None:
         self._loop = loop
         self._device = device
+        self._pin = pin or pinned
         self._queue: queue.SimpleQueue[tuple[list[Outcome], Tell] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -69,24 +73,40 @@ class Finisher:
 
     def _finish_all(self) -> None:
         torch.set_num_threads(1)
-        self._device.select()
+        torch.get_device_module(self._device).set_device(self._device)
         while (job := self._queue.get()) is not None:
             held, tell = job
             batch: Any = held.pop()
             job = error = None
             began = perf_counter()
             try:
-                batch = batch._replace(data=_pinned(batch.data, self._device))
+                batch = batch._replace(data=self._pinned(batch.data))
             except BaseException as raised:
                 batch, error = None, raised
             self._loop.call_soon_threadsafe(tell, batch, error, perf_counter() - began)
             del held, tell, batch, error
 
+    def _pinned(self, data: Any) -> Any:
+        try:
+            return self._pin(data, self._device)
+        except BaseException as raised:  # of a type of the user's, with a pin_memory method
+            raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {self._device.index}.")
+            raised.__traceback__ = None  # its frames refer to the data
+            raise
 
-def _pinned(data: Any, device: Device) -> Any:
-    try:
-        return device.pin(data)
-    except BaseException as raised:  # of a type of the user's, with a pin_memory method
-        raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {device.device.index}.")
-        raised.__traceback__ = None  # its frames refer to the data
-        raise
+
+def pinned(data: Any, device: torch.device) -> Any:
+    """Return a copy of a batch in page-locked memory, as torch's loader makes it."""
+    return pin_memory(data, device.type)  # type: ignore[no-untyped-call]
+
+
+def accelerator() -> torch.device | None:
+    """Return the current device among the accelerators of this machine, with its index; None if there is none.
+
+    Iterators ask before workers are forked, and the device's own module would make a context on the device for that.
+    """
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return None
+    name = "current_device_index" if hasattr(torch.accelerator, "current_device_index") else "current_device_idx"
+    return torch.device(kind.type, getattr(torch.accelerator, name)())

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from asyncloader.device.device import Device, find, for_pinning
+from asyncloader.engine.finisher import accelerator
 from asyncloader.engine.progress import Call
 from asyncloader.engine.taking import Item
 from asyncloader.errors import LoaderClosedError
@@ -53,10 +53,6 @@ _profiler_enabled = torch._C._autograd._profiler_enabled
 
 LONGEST_TURN_S = 0.002
 """`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
-
-
-def _nobody() -> None:
-    """Stand for an iterator that is not there."""
 
 
 class ClosableIterator:
@@ -103,8 +99,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     _is_finalizing = staticmethod(sys.is_finalizing)
     """At the end of the interpreter all has been closed, and the names of modules are gone: a ``__del__`` of the user's
     may still call the iterator."""
-    around: Callable[[], Any] = staticmethod(_nobody)
-    """Returns the iterator around this one that the trainer holds, as one that brings batches to a device; or None."""
     _last_turn = 0.0
     _last_warned = 0
     _meter: Meter
@@ -129,15 +123,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         """Run torch's constructor, which iterates over the sampler and draws the base seed."""
         with one_walks(loader.dataset):  # torch seeds each pipe of a graph
             super().__init__(loader)
-        self._pinner = self._find_pinner()
-
-    def _find_pinner(self) -> Device | None:
-        """Return the device that batches are pinned for, or None: as torch does, and of worker processes for copies."""
-        options = self._options
-        device = None if options.device is None else find(options.device)
-        if device is not None and device.overlaps:
-            return device if self._pin_memory or not options.is_in_process else None
-        return for_pinning() if self._pin_memory else None
+        self._pinned_for = accelerator() if self._pin_memory else None
 
     def _begin(
         self,
@@ -222,6 +208,15 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def set_num_workers(self, num_workers: int) -> None:
         """Do nothing: batches are made without workers, as long as this iterator is there."""
+
+    @property
+    def seeds(self) -> tuple[int, int, int]:
+        """The numbers that seed this run: base seed, how many runs had it before, and the rank of the data."""
+        return self._checkpointer.key
+
+    def is_ready(self) -> bool:
+        """Whether the next batch is there, so that `next` does not wait for it. Without workers none is made ahead."""
+        return False
 
     def stats(self) -> LoaderStats:
         """Return where the time of this run has gone so far. Takes 20 us, in any thread."""
@@ -342,10 +337,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             return item
         finally:
             del item  # the traceback of an error of the sampler may refer to this frame
-
-    def take_ready(self, call: Call) -> Item | None:
-        """Take what comes next if it is there, for this call; nothing is waited for, or made."""
-        return None
 
     def _deadline(self) -> float | None:
         """Return until when a consumer that comes now waits for a batch."""

@@ -24,7 +24,7 @@ import asyncio
 import copy
 import logging
 import threading
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -38,7 +38,6 @@ from asyncloader.options import EqualSteps
 from asyncloader.run.base_iterator import BaseIterator, ClosableIterator
 from asyncloader.run.rank_group import Question, own_group
 from asyncloader.run.runs import Runs
-from asyncloader.seeding.sample_context import EpochKey
 
 log = logging.getLogger("asyncloader")
 
@@ -124,26 +123,6 @@ class _Step(NamedTuple):
 _HELD: Any = object()  # in place of the item of a call: a loader keeps the calls of its last run, but not batches
 
 
-class Delivery(Protocol):
-    """What brings batches to a device, while a step is worked out: `asyncloader.run.device_iterator.Delivery`."""
-
-    def come(self) -> None:
-        """Note that a consumer comes, and wait until the device is not too far behind."""
-        ...
-
-    async def come_async(self) -> None:
-        """Do so without blocking the loop."""
-        ...
-
-    def __call__(self, item: Item) -> Item:
-        """Return a batch where it is to be, or what is raised in its place."""
-        ...
-
-    def close(self) -> None:
-        """Wait for what has begun."""
-        ...
-
-
 class EqualStepsIterator(ClosableIterator):
     """Iterates as another iterator does, for as many steps as all ranks agree on. For one consumer at a time.
 
@@ -152,9 +131,6 @@ class EqualStepsIterator(ClosableIterator):
         mode: How uneven ends are made even: "drop" leaves out what not all ranks have; "pad" repeats a rank's last
             batch.
         loader: Its number, the same on all ranks.
-
-    Attributes:
-        delivery: Brings each batch to a device when it is given; None if they stay as they are.
     """
 
     def __init__(self, inner: BaseIterator[Any], mode: EqualSteps, loader: int) -> None:
@@ -162,7 +138,6 @@ class EqualStepsIterator(ClosableIterator):
         self._mode = mode
         self._number = loader
         self._turn = threading.Lock()
-        self.delivery: Delivery | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -173,8 +148,6 @@ class EqualStepsIterator(ClosableIterator):
     # ----------------------------------------------------------------------------------------------------- iterating
 
     def __next__(self) -> Any:
-        if self.delivery is not None:
-            self.delivery.come()
         while True:
             with self._turn:
                 while (due := self._due()) is not None:
@@ -199,8 +172,6 @@ class EqualStepsIterator(ClosableIterator):
 
     async def __anext__(self) -> Any:
         await self._inner.let_the_loop_turn()
-        if self.delivery is not None:
-            await self.delivery.come_async()
         while True:
             while (due := self._due()) is not None:
                 if isinstance(due, Question):
@@ -266,7 +237,7 @@ class EqualStepsIterator(ClosableIterator):
         if not place.held:  # in "pad" only
             return self._repeated(place, after, ends=ends)
         (call, item), held = place.held[0], place.held[1:]
-        batch, error = self._delivered(item).open(in_async_for=in_async_for)
+        batch, error = item.open(in_async_for=in_async_for)
         if error is None and self._inner._IterableDataset_len_called is not None:
             self._inner.check_length()
         after = after._replace(held=held)
@@ -280,13 +251,10 @@ class EqualStepsIterator(ClosableIterator):
     def _repeated(self, place: _Place, after: _Place, *, ends: bool) -> _Step:
         """Work a step out in which this rank repeats its last batch; behind the run's last one nothing is left."""
         assert place.last is not None
-        batch, error = self._delivered(_copied(place.last)).open()
+        batch, error = _copied(place.last).open()
         call = place.repeating if ends and place.repeating is not None else Call()
         error = None if error is None else another(error)
         return _Step(place, after, call, batch, error, is_new=False)
-
-    def _delivered(self, item: Item) -> Item:
-        return item if self.delivery is None else self.delivery(item)
 
     def _finish(self, place: _Place) -> None:
         """End the run on this rank, whatever is left of it."""
@@ -379,6 +347,10 @@ class EqualStepsIterator(ClosableIterator):
 
     # ------------------------------------------------------------------------------------------------ the rest of it
 
+    def is_ready(self) -> bool:
+        """Whether the next batch is there. Other ranks may have to be asked first, at the same step on each."""
+        return False
+
     def __len__(self) -> int:
         return len(self._inner)
 
@@ -396,8 +368,6 @@ class EqualStepsIterator(ClosableIterator):
         """End the run and let go of everything."""
         self._let_go()
         self._inner.close()
-        if self.delivery is not None:
-            self.delivery.close()
 
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
@@ -408,12 +378,6 @@ class EqualStepsIterator(ClosableIterator):
         """End the run as `close` does, without blocking the loop."""
         self._let_go()
         await self._inner.aclose()
-        if self.delivery is not None:
-            await asyncio.to_thread(self.delivery.close)
-
-    def key(self) -> EpochKey | None:
-        """Return the seeds of the run."""
-        return self._inner._checkpointer.key
 
     def _let_go(self) -> None:
         self._progress = Progress()  # of no run

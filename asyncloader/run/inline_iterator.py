@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from asyncloader.engine import exits
 from asyncloader.engine.error_limit import ErrorLimit
+from asyncloader.engine.finisher import pinned
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call
 from asyncloader.engine.taking import Item, Taking
@@ -98,7 +99,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._meter = self._runs.make_meter(options, start.checkpointer.epoch, 0, 0, faults, keys_arrive=arrives)
         self._runs.meter = self._meter
         taking = Taking(progress, ErrorLimit(options, progress, faults))
-        pin = None if self._pinner is None else self._pinner.pin
+        pin = None if self._pinned_for is None else partial(pinned, device=self._pinned_for)
         self.is_closed = False
         maker, made = self._make_maker(start), start.checkpointer
         aside = partial(alone, made.key, maker.seeder.own) if options.seeds_each_sample else None

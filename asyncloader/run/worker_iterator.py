@@ -176,7 +176,7 @@ class WorkerIterator(BaseIterator[T_co]):
         return workplace.make_session(self._options, self._runs, spec, run, self._home, self._make_finisher, tell)
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
-        return None if self._pinner is None else Finisher(loop, self._pinner)
+        return None if self._pinned_for is None else Finisher(loop, self._pinned_for)
 
     def note_number(self, num_workers: int) -> None:
         """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
@@ -231,10 +231,9 @@ class WorkerIterator(BaseIterator[T_co]):
         finally:
             del item
 
-    def take_ready(self, call: Call) -> Item | None:
-        """Take what comes next if it is there, for this call; nothing is waited for."""
-        run = self._run
-        return run.take(call) if run.handoff.ready and self._session.pid == os.getpid() else None
+    def is_ready(self) -> bool:
+        """Whether the next batch is there, so that `next` does not wait for it."""
+        return bool(self._run.handoff.ready)
 
     def _wait_started(self, started: Future[None]) -> None:
         try:

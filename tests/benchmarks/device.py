@@ -5,7 +5,7 @@ costs is the ratio. Batches of 38.5 MB (64 pictures of 3 x 224 x 224 float32) an
 converted on the GPU). A step is one of a convolutional network (torchvision's ResNet-50 where that is installed), or
 one that keeps the stream busy for as long and computes nothing. Sides: torch's DataLoader with pin_memory and
 ``non_blocking=True``; that with a side stream (our `to_device`); SPDL's `transfer_tensor` where it is installed; ours
-with ``device="cuda"``. CPU seconds are those of all processes.
+with `to_device`. CPU seconds are those of all processes.
 
 Then the bandwidth of the copies alone, without a step, against ``copy_`` out of page-locked memory.
 
@@ -88,7 +88,7 @@ def side_stream(dataset: Any) -> Iterable[torch.Tensor]:
 
 
 def ours(dataset: Any) -> Iterable[torch.Tensor]:
-    return DataLoader(dataset, PICTURES, num_workers=WORKERS, device="cuda")
+    return to_device(DataLoader(dataset, PICTURES, num_workers=WORKERS, pin_memory=True), "cuda")
 
 
 def spdl(dataset: Any) -> Iterator[torch.Tensor]:

@@ -13,22 +13,16 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from asyncloader import DataLoader
+from tests.wrap.ahead import taken_ahead
 
 pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
 
 LENGTH = 20
 
 
-class OnCPU(DataLoader[Any]):
-    """Ours, whose batches go through all that a device takes, and stay."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"device": "cpu", "device_transform": lambda batch: batch, **options})
-
-
 @pytest.fixture(
-    params=[pytest.param(StatefulDataLoader, marks=pytest.mark.slow), DataLoader, OnCPU],
-    ids=["torchdata", "ours", "ours to a device"],
+    params=[pytest.param(StatefulDataLoader, marks=pytest.mark.slow), DataLoader, taken_ahead],
+    ids=["torchdata", "ours", "ours, taken ahead"],
 )
 def loader_class(request: pytest.FixtureRequest) -> Any:
     """torchdata's loader and ours."""

@@ -16,7 +16,7 @@ from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside
 from tests.patience import wait_until
-from tests.pins import Pins
+from tests.pins import pins
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
@@ -42,7 +42,7 @@ class Pinning(WorkerIterator[Any]):
     copy: Callable[[Any], Any]
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher:
-        return Finisher(loop, Pins(type(self).copy))
+        return pins(loop, type(self).copy)
 
 
 def pinned(copy: Callable[[Any], Any], dataset: Any = None, **options: Any) -> Pinning:

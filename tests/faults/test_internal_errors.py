@@ -31,14 +31,13 @@ from torch.utils.data import Dataset, IterableDataset
 
 import asyncloader
 from asyncloader import DataLoader, WorkerError
-from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.errors import InternalError
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.typing import AsyncDataset
 from tests.leftovers import Holdings
-from tests.pins import Pins
+from tests.pins import pins
 
 PACKAGE = str(Path(asyncloader.__file__).parent)
 PATIENCE_S = 20.0  # on a busy machine; what hangs hangs for ever
@@ -381,7 +380,7 @@ def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CaseMaker:
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
 
     def make(kind: str, face: str) -> Case:
-        pinned = lambda iterator, loop: Finisher(loop, Pins(lambda batch: batch.clone()))  # noqa: E731
+        pinned = lambda iterator, loop: pins(loop, lambda batch: batch.clone())  # noqa: E731
         monkeypatch.setattr(WorkerIterator, "_make_finisher", pinned if kind == "pinned" else make_finisher)
         return Case(kind, face, tmp_path)
 

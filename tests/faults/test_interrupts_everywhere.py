@@ -29,15 +29,13 @@ from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
 from asyncloader.errors import LoaderClosedError
 from asyncloader.run import equal_steps
-from asyncloader.run.device_iterator import on_device
 from asyncloader.run.equal_steps import EqualStepsIterator
 from asyncloader.run.inline_iterator import InlineIterator
 from asyncloader.run.rank_group import RankGroup
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.seeding import sample_context
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests.device.simulated import SimulatedDevice
-from tests.pins import Pins
+from tests.pins import pins
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
@@ -219,7 +217,7 @@ class Pinning(WorkerIterator[Any]):
     """An iterator that pins, without a GPU."""
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher:
-        return Finisher(loop, Pins(lambda batch: batch.clone()))
+        return pins(loop, lambda batch: batch.clone())
 
 
 class Rows(TensorDataset):
@@ -353,89 +351,6 @@ class InStep(Epochs):
         self._group.stop()
 
 
-class OnDevice(Epochs):
-    """Epochs of six batches that go to a device, which does something now and then.
-
-    What is seen is the place of a batch in the epoch; what its step has read, much later, has to be the same.
-
-    Args:
-        options: Of the loader; None for an iterator that is not of a loader, and has no states.
-        depth: How many batches are sent ahead.
-    """
-
-    def __init__(self, options: dict[str, Any] | None, depth: int) -> None:
-        self._make, self._options = Many, {"batch_size": 1, **(options or {})}
-        self._has_loader, self._depth = options is not None, depth
-        self.loader = DataLoader(self._make(), **self._options)
-        self.expected = [*range(6)]
-        self.seen, self._states = [], {}
-        self._begin_on_device()
-
-    def _begin_on_device(self) -> None:
-        self.device = SimulatedDevice()
-        self.read: list[int] = []
-        self.errors: list[BaseException] = []
-
-    def begin(self) -> Any:
-        self._begin_on_device()
-        return super().begin()
-
-    def iterate(self, loader: DataLoader[Any], steps: int) -> Any:
-        if self._has_loader:
-            return on_device(iter(loader), self.device if loader is self.loader else "cpu", self._depth)
-        return on_device(iter([torch.tensor([number]) for number in range(6)]), self.device, self._depth)
-
-    def save(self) -> None:
-        if self._has_loader:
-            super().save()
-
-    def note(self, batch: torch.Tensor, seen: list[int]) -> None:
-        """Note that a batch was given, and ask for a step on it."""
-        seen.append(self.expected[len(seen)] if len(seen) < len(self.expected) else -1)
-        self.device.step(batch, lambda tensors: self.read.append(int(tensors[0][0])))
-        if len(seen) % 2:
-            self.device.copies.advance()
-            self.device.steps.advance()
-
-    def take(self, iterator: Any, seen: list[int]) -> None:
-        for batch in iterator:
-            self.note(batch, seen)
-            del batch
-
-    def take_async(self, iterator: Any, seen: list[int]) -> None:
-        async def taking() -> None:
-            async for batch in iterator:
-                self.note(batch, seen)
-                del batch
-
-        loop = asyncio.new_event_loop()
-        try:
-            loop.run_until_complete(taking())
-        finally:
-            loop.close()
-
-    def rest(self, taking: Callable[[Any, list[int]], None], iterator: Any) -> None:
-        super().rest(taking, iterator)
-        self.device.run()
-        assert self.device.faults == []
-        assert self.read == self.seen
-
-
-class InStepOnDevice(OnDevice, InStep):
-    """Epochs on this rank, in step with another one, that go to a device."""
-
-    def __init__(self, mode: Any, others: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        InStep.__init__(self, mode, others, monkeypatch)
-        self._begin_on_device()
-
-    def iterate(self, loader: DataLoader[Any], steps: int) -> Any:
-        iterator = InStep.iterate(self, loader, steps)
-        return on_device(iterator, self.device if loader is self.loader else "cpu", 1)
-
-    def save(self) -> None:
-        Epochs.save(self)
-
-
 def interrupt_everywhere(epochs: Epochs, taking: Callable[[Any, list[int]], None], one_in: int, times: int = 1) -> None:
     """Interrupt an epoch at its first moment, the next one at its second, until none is left to be interrupted.
 
@@ -522,39 +437,6 @@ def test_no_moment_loses_a_pinned_batch(
     """The copy in page-locked memory is on its way to the consumer like any other batch."""
     monkeypatch.setattr("asyncloader.loader._import_iterators", lambda: (InlineIterator, Pinning))
     interrupt_everywhere(Epochs("threads"), taking, one_in)
-
-
-ON_DEVICE: dict[str, dict[str, Any] | None] = {
-    "no loader": None,
-    "no workers": {},
-    "threads": {**THREADS, "prefetch_factor": 4},
-    "processes": {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 4},
-}
-
-
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("face", ["for", "async for"])
-@pytest.mark.parametrize("depth", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ON_DEVICE)
-def test_no_moment_loses_a_batch_on_its_way_to_a_device(
-    way: str, depth: int, face: str, times: int, one_in: int
-) -> None:
-    """Nor is memory of the host let go of before the copy out of it, nor memory of the device used again too early."""
-    if way == "no loader" and face == "async for":
-        pytest.skip("a plain iterator is no asynchronous one")
-    epochs = OnDevice(ON_DEVICE[way], depth)
-    interrupt_everywhere(epochs, epochs.take if face == "for" else epochs.take_async, one_in, times)
-
-
-@pytest.mark.parametrize("face", ["for", "async for"])
-@pytest.mark.parametrize(("mode", "others"), [("drop", 3), ("pad", 7)])
-def test_no_moment_loses_a_batch_of_ranks_in_step_on_its_way_to_a_device(
-    mode: str, others: int, face: str, one_in: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch that is being copied is not given yet: states that are saved in the middle of a copy go on with it."""
-    epochs = InStepOnDevice(mode, others, monkeypatch)
-    interrupt_everywhere(epochs, epochs.take if face == "for" else epochs.take_async, one_in)
-    epochs.close()
 
 
 @pytest.mark.parametrize("taking", [take, take_async])

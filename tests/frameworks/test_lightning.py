@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import SequentialSampler
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, to_device
 from tests.frameworks.lightning_model import LineModel
 from tests.frameworks.witness import Line, Sample, Stream, assert_made_by_us, indices
 
@@ -21,13 +21,10 @@ from tests.frameworks.witness import Line, Sample, Stream, assert_made_by_us, in
 OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "max_buffered_bytes": 0, "max_retries": 5}
 
 
-def unchanged(batch: Any) -> Any:
+def same(batch: Any) -> Any:
     """A transform that changes nothing."""
     return batch
 
-
-ON_CPU: dict[str, Any] = {"device": "cpu", "device_prefetch": 2, "device_transform": unchanged}
-"""Batches go through all that a device takes, and stay."""
 
 MakeTrainer = Callable[..., lightning.Trainer]
 
@@ -59,11 +56,10 @@ def options_of(loader: Any, names: Iterable[str] = OPTIONS) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in names}
 
 
-@pytest.mark.parametrize("device", [{}, ON_CPU], ids=["", "device"])
-def test_fit_and_validate_iterate_over_our_loader(make_trainer: MakeTrainer, device: dict[str, Any]) -> None:
+def test_fit_and_validate_iterate_over_our_loader(make_trainer: MakeTrainer) -> None:
     """Two epochs train on every sample once, shuffled, between them validation; all of it made by our workers."""
-    train = DataLoader(Line(40), batch_size=4, shuffle=True, num_workers=2, **OPTIONS, **device)
-    validate = DataLoader(Line(12), batch_size=4, num_workers=2, **device)
+    train = DataLoader(Line(40), batch_size=4, shuffle=True, num_workers=2, **OPTIONS)
+    validate = DataLoader(Line(12), batch_size=4, num_workers=2)
     model = LineModel()
     trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0)
     trainer.fit(model, train, validate)
@@ -78,18 +74,27 @@ def test_fit_and_validate_iterate_over_our_loader(make_trainer: MakeTrainer, dev
     assert trainer.validate(model, validate, verbose=False)[0]["loss"] < 10
 
 
-@pytest.mark.parametrize("device", [{}, ON_CPU], ids=["", "device"])
-def test_predict_makes_our_loader_anew_with_all_its_options(make_trainer: MakeTrainer, device: dict[str, Any]) -> None:
+def test_fit_iterates_over_a_wrapper(make_trainer: MakeTrainer) -> None:
+    """As over any loader that is not torch's: shuffled, with a state, and it is not made anew."""
+    train = to_device(DataLoader(Line(40), batch_size=4, shuffle=True, num_workers=2), "cpu", transform=same)
+    model = LineModel()
+    make_trainer(max_epochs=2).fit(model, train)
+    first, second = indices(model.trained[:10]), indices(model.trained[10:])
+    assert sorted(first) == sorted(second) == list(range(40))
+    assert first != second
+    assert_made_by_us(model.trained, num_workers=2)
+
+
+def test_predict_makes_our_loader_anew_with_all_its_options(make_trainer: MakeTrainer) -> None:
     """Predict builds another loader from the attributes of the one it is given: of our class, with our options."""
-    options = {**OPTIONS, **device}
-    given = DataLoader(Line(20), batch_size=4, num_workers=2, **options)
+    given = DataLoader(Line(20), batch_size=4, num_workers=2, **OPTIONS)
     trainer = make_trainer()
     predicted = trainer.predict(LineModel(), given)
 
     used = trainer.predict_dataloaders
     assert used is not given
     assert type(used) is DataLoader
-    assert options_of(used, options) == options
+    assert options_of(used) == OPTIONS
     assert indices(predicted) == list(range(20))
     assert_made_by_us(predicted, num_workers=2)
 

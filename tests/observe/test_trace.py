@@ -25,7 +25,7 @@ from tests import inside
 from tests.forks import forked
 from tests.loads import Load
 from tests.nursery import Program
-from tests.pins import Pins
+from tests.pins import pins
 
 
 def read(path: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
@@ -159,7 +159,7 @@ class Pinning(WorkerIterator[Any]):
     """Batches that are copied as pinning does."""
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher:
-        return Finisher(loop, Pins(lambda batch: batch.clone()))
+        return pins(loop, lambda batch: batch.clone())
 
 
 def test_the_pin_thread_has_a_track(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside
 from tests.loads import Load, SlowCollate, as_they_are
 from tests.patience import TRIES
-from tests.pins import Pins
+from tests.pins import pins
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # workers that sleep need no cores
@@ -235,7 +235,7 @@ class SlowlyPinned(WorkerIterator[Any]):
             time.sleep(self.seconds)
             return batch
 
-        return Finisher(loop, Pins(copy))
+        return pins(loop, copy)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

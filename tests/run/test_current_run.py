@@ -14,7 +14,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no workers": {},
     "workers": {"num_workers": 1},
     "threads": {"num_workers": 2, "worker_backend": "thread"},
-    "transformed": {"device": "cpu", "device_transform": lambda batch: batch},
 }
 KINDS = pytest.mark.parametrize("kind", OPTIONS)
 

@@ -250,7 +250,7 @@ def play(plan: Plan, folder: Path) -> list[list[Any]]:
     torch.manual_seed(plan.seed)
     gate.clear()
     reading = Reading(plan.device, digest)
-    loader: DataLoader[Any] = DataLoader(make_dataset(plan, folder), **plan.loader, **reading.options)
+    loader: Any = reading.wrap(DataLoader(make_dataset(plan, folder), **plan.loader))
     disturber = Disturber(plan, folder)
     epochs: list[list[Any]] = []
     try:
@@ -281,7 +281,7 @@ def make_dataset(plan: Plan, folder: Path) -> Any:
 
 
 def _play_for(
-    loader: DataLoader[Any], seen: list[Any], reading: Reading, disturber: Disturber, leave: tuple[int, str] | None
+    loader: Any, seen: list[Any], reading: Reading, disturber: Disturber, leave: tuple[int, str] | None
 ) -> None:
     iterator = iter(loader)
     for count in itertools.count(1):
@@ -298,7 +298,7 @@ def _play_for(
 
 
 async def _play_async_for(
-    loader: DataLoader[Any],
+    loader: Any,
     seen: list[Any],
     reading: Reading,
     disturber: Disturber,

@@ -30,7 +30,6 @@ from asyncloader.errors import LoaderClosedError
 from tests import generators
 from tests.faults.chaos.chaotic import AsyncDrawing, Drawing
 from tests.faults.chaos.left import nothing_left
-from tests.faults.chaos.on_device import Device, Reading
 from tests.faults.chaos.resumed import PLACES, Crew
 from tests.faults.chaos.sampling import BY_NAME, Sampling, Size
 from tests.faults.chaos.told import DRAWS_ON, told
@@ -94,7 +93,6 @@ class Plan:
         interrupts: What hits the consumer.
         resumes_in: Where the rest is read from a saved state: "this process" or "a fresh process".
         face: "for" or "async for".
-        device: Where the batches go that are interrupted.
     """
 
     seed: int
@@ -105,7 +103,6 @@ class Plan:
     interrupts: Interrupts
     resumes_in: str
     face: str
-    device: Device | None
 
     @classmethod
     def draw(cls, seed: int, place: str | None = None) -> Plan:
@@ -125,7 +122,6 @@ class Plan:
             interrupts=interrupts,
             resumes_in=chance.choice(["this process"] * 15 + ["a fresh process"]),
             face="for" if interrupts.by == "the clock" else chance.choice(["for", "async for"]),
-            device=None if interrupts.by == "the clock" else Device.draw(seed),  # which would hit the simulated device
         )
 
     def make(self, folder: Path, **more: Any) -> DataLoader[Any]:
@@ -144,8 +140,7 @@ class Plan:
         with tempfile.TemporaryDirectory(prefix="chaos-") as name, nothing_left(), told(DRAWS_ON) as warned:
             folder = Path(name)
             whole = self._read(self.make(folder))
-            reading = Reading(self.device, digest)
-            consumer = Consumer(self, self.make(folder, **reading.options), whole, reading, warned)
+            consumer = Consumer(self, self.make(folder), whole, warned)
             consumer.read()
             for saved in consumer.chosen(2):
                 if self.resumes_in == "this process":
@@ -161,7 +156,6 @@ class Plan:
             *["interrupted"] * consumer.hits,
             f"interrupts: {self.interrupts.raises.__name__}, {self.interrupts.by}",
             f"place: {self.crew.place}",
-            *["batches go to a device"] * (self.device is not None),
             *[f"resumed in {self.resumes_in}"] * min(2, len(consumer.saved)),
             *[f"told: {self.sampling.name}"] * bool(warned),
         ]
@@ -202,18 +196,14 @@ class Consumer:
         plan: The run.
         loader: What it reads.
         whole: The epochs as they are without interrupts.
-        reading: Has the device that the batches go to.
         warned: What the log has said of draws.
     """
 
-    def __init__(
-        self, plan: Plan, loader: DataLoader[Any], whole: list[list[Any]], reading: Reading, warned: list[str]
-    ) -> None:
+    def __init__(self, plan: Plan, loader: DataLoader[Any], whole: list[list[Any]], warned: list[str]) -> None:
         self._plan = plan
         self._loader = loader
         self._interrupts = interrupts = plan.interrupts
         self._whole = whole
-        self._reading = reading
         self._warned = warned
         self._has_resumed = False
         self._chance = random.Random(interrupts.seed)
@@ -233,7 +223,6 @@ class Consumer:
         try:
             for self._epoch in range(EPOCHS):
                 self._read_epoch()
-                self._reading.settle()
                 got, wanted = [digest(batch) for batch in self._got], self._whole[self._epoch]
                 may_differ = self._has_resumed and self._plan.is_resumed(got, wanted, self._warned)
                 assert got == wanted or may_differ, (

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.device.simulated import SimulatedDevice
+from asyncloader import to_device
+from tests.wrap.simulated import SimulatedDevice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,10 @@ class Device:
 
     Attributes:
         depth: How many are copied ahead.
-        pins: Batches are copied into memory that takes the place of page-locked memory, on the way.
         seed: Of what the device does, and when.
     """
 
     depth: int
-    pins: bool
     seed: str
 
     @classmethod
@@ -36,7 +35,7 @@ class Device:
         chance = random.Random(f"{seed} device")
         if chance.random() < 0.7:
             return None
-        return cls(chance.choice([0, 1, 1, 2, 5]), chance.random() < 0.5, f"{seed} steps")
+        return cls(chance.choice([0, 1, 1, 2, 5]), f"{seed} steps")
 
 
 class Place:
@@ -56,9 +55,14 @@ class Reading:
 
     def __init__(self, device: Device | None, digest: Callable[[Any], Any]) -> None:
         self._digest = digest
-        self._simulated = None if device is None else SimulatedDevice(pins=device.pins)
+        self._device, self._simulated = device, None if device is None else SimulatedDevice()
         self._chance = random.Random(device and device.seed)
-        self.options = {} if device is None else {"device": self._simulated, "device_prefetch": device.depth}
+
+    def wrap(self, loader: Any) -> Any:
+        """Return a loader whose batches go to the device, if there is one."""
+        if self._device is None or self._simulated is None:
+            return loader
+        return to_device(loader, self._simulated, self._device.depth)  # type: ignore[arg-type]
 
     def note(self, batch: Any) -> Any:
         """Return what is compared of a batch, or a place that it comes to later."""

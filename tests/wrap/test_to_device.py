@@ -1,5 +1,4 @@
-"""``device``, ``device_prefetch`` and ``device_transform`` of a loader, on a device that is simulated: no copy ends by
-itself, so whatever relies on that is found out."""
+"""`to_device` on a simulated device, whose copies do not end by themselves: whatever relies on that is found out."""
 
 from __future__ import annotations
 
@@ -18,11 +17,10 @@ import torch
 
 from asyncloader import ConfigurationError, DataLoader, to_device
 from asyncloader.errors import LoaderClosedError
-from asyncloader.run.device_iterator import DeviceIterator
 from tests import inside
-from tests.device.simulated import SimulatedDevice
 from tests.forks import forked
 from tests.patience import wait_until
+from tests.wrap.simulated import SimulatedDevice
 
 COUNT = 24
 LARGE = 1 << 14  # floats: two samples are in shared memory
@@ -79,13 +77,13 @@ class Witness(Numbers):
     """What a worker is."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        touched = torch.cuda.is_initialized() or ("asyncloader.run.device_iterator" in sys.modules and not os.getppid())
+        touched = torch.cuda.is_initialized() or ("asyncloader.wrap.to_device" in sys.modules and not os.getppid())
         return torch.tensor([os.getpid(), int(touched)])
 
 
-def make(dataset: Any = None, device: Any = None, **options: Any) -> DataLoader[Any]:
-    """Make a loader of batches of two samples."""
-    return DataLoader(dataset or Numbers(), **{"batch_size": 2, "device": device, **options})
+def make(device: Any, prefetch: int = 1, transform: Any = None, dataset: Any = None, **options: Any) -> Any:
+    """Make a loader of batches of two samples on a device."""
+    return to_device(DataLoader(dataset or Numbers(), **{"batch_size": 2, **options}), device, prefetch, transform)
 
 
 def collect(batches: Any, device: SimulatedDevice) -> list[list[float]]:
@@ -112,54 +110,41 @@ WAYS: dict[str, dict[str, Any]] = {
     "async samples": {"dataset": Later()},
     "async samples in workers": {"dataset": Later(), "num_workers": 1},
     "a stream": {"dataset": Stream(), "num_workers": 1},
-    "pinned without workers": {"pin_memory": True},
 }
 
 
-@pytest.fixture(params=["pinned", "from slabs"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-    """Batches are copied into memory that takes the place of page-locked memory, or go out of the slabs themselves."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    device = SimulatedDevice(pins=request.param == "pinned")
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    """A device that copies right out of the slabs."""
+    device = SimulatedDevice()
     yield device
     device.run()
     assert device.faults == []
     assert device.pids == {os.getpid()}, "a worker has used the device"
-    device.finish()
+    device.sweep()
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 @pytest.mark.parametrize(
     ("way", "depth"), [*((way, 1) for way in WAYS), *(("worker processes", depth) for depth in (0, 3))]
 )
 def test_batches_arrive_on_the_device(device: SimulatedDevice, way: str, depth: int) -> None:
     """In order, each step with its batch, and no more of them on the device than were to be."""
-    loader = make(device=device, device_prefetch=depth, **WAYS[way])
+    loader = make(device, depth, **WAYS[way])
     assert collect(loader, device) == ALL
     assert device.most <= 2 + 2 * depth
     assert collect(loader, device) == ALL
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 async def test_batches_arrive_in_async_for(device: SimulatedDevice, way: str) -> None:
     """The same."""
     seen: list[list[float]] = []
-    async for batch in make(device=device, **WAYS[way]):
+    async for batch in make(device, **WAYS[way]):
         device.step(batch, lambda tensors: seen.append(values(tensors[0])))
         del batch
     device.run()
     assert seen == ALL
     assert device.most <= 4
-
-
-def test_workers_batches_are_pinned_on_the_side_thread(device: SimulatedDevice) -> None:
-    """Also without ``pin_memory``, for the copy waits otherwise; batches of this process only if that is asked for."""
-    collect(make(device=device, num_workers=1), device)
-    assert device.pinned == len(ALL)
-    assert "asyncloader finish" in device.threads
-    collect(make(device=device), device)
-    assert device.pinned == len(ALL)
 
 
 def test_what_is_ready_is_sent_ahead_and_nothing_is_waited_for(device: SimulatedDevice) -> None:
@@ -172,12 +157,12 @@ def test_what_is_ready_is_sent_ahead_and_nothing_is_waited_for(device: Simulated
                 let_go.wait(30)
             return super().__getitem__(index)
 
-    batches: Any = iter(make(Slow(), device, num_workers=1, worker_backend="thread"))
+    batches: Any = iter(make(device, dataset=Slow(), num_workers=1, worker_backend="thread"))
     wait_until(lambda: len(inside.run(batches).handoff.ready) == 2)
     next(batches)
-    assert inside.sent(batches) == 1
+    assert len(batches.held) == 1
     next(batches)
-    assert inside.sent(batches) == 0
+    assert not batches.held
     let_go.set()
     for batch in batches:
         del batch
@@ -187,7 +172,7 @@ def test_what_is_ready_is_sent_ahead_and_nothing_is_waited_for(device: Simulated
 @pytest.mark.parametrize("depth", [0, 3])
 def test_states_are_those_of_the_batches_that_were_given(device: SimulatedDevice, num_workers: int, depth: int) -> None:
     """What was sent ahead counts as not given: a run goes on from a state with the batch that follows."""
-    loader = make(device=device, device_prefetch=depth, num_workers=num_workers, shuffle=True)
+    loader = make(device, depth, num_workers=num_workers, shuffle=True)
     order: list[list[float]] = []
     states = [loader.state_dict()]
     batches = iter(loader)
@@ -196,11 +181,10 @@ def test_states_are_those_of_the_batches_that_were_given(device: SimulatedDevice
     for batch in batches:
         device.step(batch, lambda tensors: order.append(values(tensors[0])))
         states.append(loader.state_dict())
-        assert loader.stats().batches == len(states) - 1
     device.run()
     assert [state["position"] for state in states[:-1]] == list(range(len(ALL)))
     for taken in (1, 5):
-        other = make(device=device, device_prefetch=depth, num_workers=num_workers, shuffle=True)
+        other = make(device, depth, num_workers=num_workers, shuffle=True)
         other.load_state_dict(states[taken])
         assert collect(other, device) == order[taken:]
     assert loader.remaining() == len(ALL)
@@ -220,12 +204,12 @@ def noisy(device: SimulatedDevice) -> Callable[[torch.Tensor], torch.Tensor]:
 def test_what_a_transform_draws_depends_on_the_batch_alone(device: SimulatedDevice) -> None:
     """On the number of workers, on how far ahead it is and on what training draws it does not; training's stay."""
     found: list[Any] = []
-    for options in ({}, {"num_workers": 2}, {"num_workers": 1, "device_prefetch": 3}, {"device_prefetch": 0}):
+    for prefetch, num_workers in ((1, 0), (1, 2), (3, 1), (0, 0)):
         torch.manual_seed(3)
         random.seed(3)
         np.random.seed(3)
         device.generator.manual_seed(3)
-        loader = make(device=device, device_transform=noisy(device), **options)
+        loader = make(device, prefetch, noisy(device), num_workers=num_workers)
         seen: list[Any] = []
         own: list[Any] = []
         for _ in range(2):
@@ -251,7 +235,7 @@ def test_a_transform_that_raises_does_so_in_the_place_of_its_batch(device: Simul
         return batch
 
     inside_count: list[int] = []
-    batches = iter(make(device=device, device_transform=change, num_workers=1))
+    batches = iter(make(device, transform=change, num_workers=1))
     seen = []
     for number in range(len(ALL)):
         if number == 3:
@@ -270,7 +254,7 @@ def test_a_transform_that_raises_does_so_in_the_place_of_its_batch(device: Simul
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_samples_that_raise_do_so_in_their_turn(device: SimulatedDevice, num_workers: int) -> None:
     """After the batches before, which are on their way."""
-    batches = iter(make(Broken(), device, num_workers=num_workers, device_prefetch=3))
+    batches = iter(make(device, 3, dataset=Broken(), num_workers=num_workers))
     for _ in range(3):
         next(batches)
     with pytest.raises(OSError, match="a bad sector"):
@@ -280,14 +264,15 @@ def test_samples_that_raise_do_so_in_their_turn(device: SimulatedDevice, num_wor
 
 def test_a_worker_that_dies_costs_nothing(device: SimulatedDevice, tmp_path: Any) -> None:
     """Its batch is made again, and what was sent stays."""
-    loader = make(Dying(str(tmp_path / "died")), device, num_workers=2, multiprocessing_context="fork")
+    dataset = Dying(str(tmp_path / "died"))
+    loader = make(device, dataset=dataset, num_workers=2, multiprocessing_context="fork")
     assert collect(loader, device) == ALL
     assert loader.stats().faults.retries == 1
 
 
 def test_epochs_of_persistent_workers(device: SimulatedDevice) -> None:
     """Also after one that was left, whose batches on the device are nobody's."""
-    loader = make(device=device, num_workers=2, persistent_workers=True)
+    loader = make(device, num_workers=2, persistent_workers=True)
     for _ in range(2):
         assert collect(loader, device) == ALL
     first = iter(loader)
@@ -304,7 +289,7 @@ def test_epochs_of_persistent_workers(device: SimulatedDevice) -> None:
 
 def test_a_loader_whose_epoch_is_over_reaches_its_persistent_workers(device: SimulatedDevice) -> None:
     """Their number changes, and `close` ends them, though the iterator over batches on the device is gone."""
-    loader = make(device=device, num_workers=2, persistent_workers=True)
+    loader = make(device, num_workers=2, persistent_workers=True)
     batches = iter(loader)
     processes = list(inside.workers(batches))
     assert collect(batches, device) == ALL
@@ -319,7 +304,7 @@ def test_a_loader_whose_epoch_is_over_reaches_its_persistent_workers(device: Sim
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_iterator_that_is_dropped_ends_by_that_alone(device: SimulatedDevice, num_workers: int) -> None:
     """Its workers go, and copies that are under way keep what they read: see `device`, which looks for that."""
-    batches: Any = iter(make(device=device, num_workers=num_workers, device_prefetch=2))
+    batches: Any = iter(make(device, 2, num_workers=num_workers))
     next(batches)
     processes = inside.workers(batches) if num_workers else []
     del batches
@@ -330,7 +315,8 @@ def test_an_iterator_that_is_dropped_ends_by_that_alone(device: SimulatedDevice,
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_do_not_touch_the_device(device: SimulatedDevice, method: str) -> None:
     """Neither forked ones nor others; `device` looks for it as well."""
-    batches = make(Witness(), device, num_workers=2, multiprocessing_context=method, batch_size=None)
+    options: Any = {"num_workers": 2, "multiprocessing_context": method, "batch_size": None}
+    batches = make(device, dataset=Witness(), **options)
     seen: list[Any] = []
     for batch in batches:
         device.step(batch, lambda tensors: seen.append(tensors[0].tolist()))
@@ -341,7 +327,7 @@ def test_workers_do_not_touch_the_device(device: SimulatedDevice, method: str) -
 
 def test_a_fork_of_the_trainer_leaves_the_device_alone(device: SimulatedDevice) -> None:
     """Its copy of the iterator says whose it is."""
-    batches = iter(make(device=device, num_workers=1))
+    batches = iter(make(device, num_workers=1))
     next(batches)
 
     def child() -> None:
@@ -355,43 +341,30 @@ def test_a_fork_of_the_trainer_leaves_the_device_alone(device: SimulatedDevice) 
     assert len(collect(batches, device)) == len(ALL) - 1
 
 
-def test_to_device_around_a_loader_keeps_its_states(device: SimulatedDevice) -> None:
-    """As with the option."""
-    loader = make(num_workers=1)
-    batches = iter(to_device(loader, device, depth=2))  # type: ignore[arg-type]
-    assert isinstance(batches, DeviceIterator)
-    wait_until(lambda: len(inside.run(batches).handoff.ready) == 2)
-    next(batches)
-    assert inside.sent(batches) >= 1
-    assert loader.state_dict()["position"] == 1
-    assert len(collect(batches, device)) == len(ALL) - 1
-
-
 @pytest.mark.parametrize("name", ["cpu", "auto"])
 def test_a_script_runs_without_an_accelerator(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Batches stay as they are; a transform is called with them."""
+    """Batches stay as they are, whatever they are made of; a transform is called with them."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert [values(batch) for batch in make(device=name, num_workers=1)] == ALL
-    assert type(iter(make(device=name))) is type(iter(make()))
-    assert [values(batch - 1) for batch in make(device=name, device_transform=lambda batch: batch + 1)] == ALL
+    assert [values(batch) for batch in make(name, num_workers=1)] == ALL
+    assert [values(batch - 1) for batch in make(name, transform=lambda batch: batch + 1)] == ALL
+    things = [object(), torch.ones(1)]
+    assert list(to_device(things, name)) == things
 
 
 def test_what_cannot_be_is_refused() -> None:
-    """With what to write instead."""
-    with pytest.raises(ConfigurationError, match='device_transform is for batches on a device: device="cuda"'):
-        make(device_transform=abs)
-    with pytest.raises(ConfigurationError, match="device_transform should be a function, but got 3"):
-        make(device="cpu", device_transform=3)
-    with pytest.raises(ConfigurationError, match="device_prefetch should be an integer of at least 0"):
-        make(device="cpu", device_prefetch=-1)
+    """Before anything is iterated over."""
+    with pytest.raises(ConfigurationError, match="transform should be a function, but got 3"):
+        to_device([], "cpu", transform=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="prefetch should be an integer of at least 0"):
+        to_device([], "cpu", prefetch=-1)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigurationError, match="torch sees no device 'cuda' here"):
-            iter(make(device="cuda"))
+            to_device([], "cuda")
 
 
 async def test_several_tasks_take_from_one_iterator(device: SimulatedDevice) -> None:
     """Each batch goes to exactly one of them."""
-    loader = make(device=device, num_workers=2, device_prefetch=2)
+    loader = make(device, 2, num_workers=2)
     batches: AsyncIterator[Any] = aiter(loader)
     seen: list[float] = []
 
@@ -410,11 +383,9 @@ def test_transforms_in_several_threads_draw_by_batch() -> None:
 
     def numbers(threads: int) -> list[tuple[int, float]]:
         torch.manual_seed(1)
-        loader = DataLoader(
-            range(400), 2, num_workers=1, worker_backend="thread", device="cpu",
-            device_transform=lambda batch: (int(batch[0]), float(torch.rand(1))),
-        )  # fmt: skip
-        batches, before = iter(loader), torch.get_rng_state()
+        loader: Any = DataLoader(range(400), 2, num_workers=1, worker_backend="thread")  # type: ignore[arg-type]
+        drawn = to_device(loader, "cpu", transform=lambda batch: (int(batch[0]), float(torch.rand(1))))
+        batches, before = iter(drawn), torch.get_rng_state()
         with ThreadPoolExecutor(threads) as pool:
             taken = [each.result() for each in [pool.submit(list, batches) for _ in range(threads)]]
         assert torch.equal(torch.get_rng_state(), before)

@@ -12,12 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader import ConfigurationError, DataLoader, to_device
-from asyncloader.run.base_iterator import ClosableIterator
-from asyncloader.run.device_iterator import on_device
+from asyncloader import DataLoader, to_device
+from asyncloader.errors import LoaderClosedError
 from asyncloader.transport import arena
 from asyncloader.transport.slab import SlabPool
-from tests.device.simulated import SimulatedDevice
+from asyncloader.wrap.to_device import DeviceIterator
+from tests.wrap.simulated import SimulatedDevice
+
+
+def on_device(iterator: Any, device: SimulatedDevice, prefetch: int) -> DeviceIterator:
+    """Return an iterator over batches on a device."""
+    return DeviceIterator(iterator, device, prefetch, None)
+
 
 NBYTES = 1 << 14  # less than torch would use threads for
 
@@ -147,7 +153,7 @@ class Scripted:
             raise OSError(self.asked)
         if part in ("own way", "raises in to"):
             return OwnWay(number, self._copy, raises=part != "own way")
-        more: Any = {"dict": [], "shares": self._shared, "is odd": object()}
+        more: Any = {"dict": [], "shares": self._shared, "is odd": {torch.ones(1)}}
         return number if part == "tensor" else {"more": more[part], "number": number}
 
     def generator(self) -> Iterator[Any]:
@@ -226,7 +232,7 @@ def test_any_iterable_in_any_order(kind: str, script: list[str], depth: int, ord
                     pass
         if closes:
             runner.run(iterator.aclose()) if kind == "later" else iterator.close()
-            assert take(iterator, runner) is StopIteration
+            assert take(iterator, runner) is LoaderClosedError
             assert made.is_closed or not made.asked or kind == "iterator"
         del iterator
         # An error that nobody has taken refers to the frames that it came through, and they to the iterator.
@@ -313,10 +319,10 @@ def test_an_iterable_that_raises_does_so_in_its_turn() -> None:
 def test_a_batch_that_cannot_be_moved_is_an_error_in_its_place(depth: int) -> None:
     """It names the type and where that is; the batches around it arrive."""
     device = SimulatedDevice()
-    odd = {"pictures": torch.ones(2), "masks": [object()]}
+    odd = {"pictures": torch.ones(2), "masks": [{torch.ones(1)}]}
     iterator = on_device(iter([torch.zeros(2), odd, torch.ones(2)]), device, depth)
     next(iterator)
-    with pytest.raises(TypeError, match=r"batch\['masks'\]\[0\] is a object, which cannot be moved to"):
+    with pytest.raises(TypeError, match=r"a builtins\.set of the batch has tensors, and cannot be moved to"):
         next(iterator)
     assert next(iterator).shape == (2,)
     device.run()
@@ -327,7 +333,7 @@ class Interrupt(BaseException):
     """What a handler of a signal raises."""
 
 
-@pytest.mark.parametrize("call", ["copy", "mark", "wait", "note_use", "move", "sweep", "hand_over", "send"])
+@pytest.mark.parametrize("call", ["copy", "mark", "wait", "note_use", "sweep", "hand_over", "send"])
 @pytest.mark.parametrize("at", [0, 1, 3, 5])
 @pytest.mark.parametrize("source", ["any iterator", "a loader", "workers"])
 def test_an_interrupt_anywhere_loses_no_batch(monkeypatch: pytest.MonkeyPatch, source: str, call: str, at: int) -> None:
@@ -335,8 +341,9 @@ def test_an_interrupt_anywhere_loses_no_batch(monkeypatch: pytest.MonkeyPatch, s
     device = SimulatedDevice()
     data = [torch.full((2,), float(i)) for i in range(6)]
     how: dict[str, Any] = {"num_workers": 1, "worker_backend": "thread"} if source == "workers" else {}
-    loader: Any = DataLoader(data, None, **how)  # type: ignore[arg-type]
-    iterator = on_device(iter(data if source == "any iterator" else loader), device, 1)
+    loader: Any = data if source == "any iterator" else DataLoader(data, None, **how)  # type: ignore[arg-type]
+    batches = to_device(loader, device, 1)  # type: ignore[arg-type]
+    iterator = iter(batches)
     left = [at]
     as_it_was = getattr(device, call)
 
@@ -356,53 +363,15 @@ def test_an_interrupt_anywhere_loses_no_batch(monkeypatch: pytest.MonkeyPatch, s
             break
         except Interrupt:
             interrupts += 1
-            assert source == "any iterator" or loader.state_dict()["position"] == taken
+            assert source == "any iterator" or batches.state_dict()["position"] == taken
             continue
         taken += 1
-        assert source == "any iterator" or loader.state_dict()["position"] == taken
+        assert source == "any iterator" or batches.state_dict()["position"] == taken
         device.step(batch, lambda tensors: seen.append(float(tensors[0][0])))
     device.run()
     assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert device.faults == []
     assert interrupts == (left[0] < 0)
-
-
-def test_an_iterator_whose_batches_count_as_given_is_not_asked_ahead() -> None:
-    """As that of ranks in equal steps, or one that is on a device already: states would be ahead of the program."""
-
-    class Counting(ClosableIterator):
-        given = 0
-
-        def __next__(self) -> torch.Tensor:
-            self.given += 1
-            return torch.full((2,), float(self.given))
-
-    device, inner = SimulatedDevice(), Counting()
-    batches = on_device(inner, device, 3)
-    for number in range(1, 4):
-        next(batches)
-        assert inner.given == number
-    device.run()
-
-
-def test_what_cannot_be_is_refused() -> None:
-    """Before anything is iterated over."""
-    with pytest.raises(ConfigurationError, match="depth should be an integer of at least 0"):
-        to_device([], "cpu", depth=-1)
-    with pytest.raises(ConfigurationError, match='device should be "auto", or a device as torch names it'):
-        to_device([], "gpu")
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigurationError, match="torch sees no device 'cuda'"):
-            to_device([], "cuda")
-
-
-def test_on_the_cpu_nothing_is_done() -> None:
-    """Whatever batches are made of: the iterator is that of the iterable itself."""
-    things = [object(), torch.ones(1)]
-    assert list(to_device(things, "cpu")) == things
-    assert type(iter(to_device(things, "cpu"))) is type(iter(things))
-    if not torch.accelerator.is_available():
-        assert type(iter(to_device(things, "auto"))) is type(iter(things))
 
 
 async def test_an_iterator_that_is_left_is_closed() -> None:

@@ -1,4 +1,4 @@
-"""Two ranks that take equal steps, with batches on a device, and with `device="cpu"`."""
+"""Two ranks that take equal steps, with batches on a device, and on the CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_steps_are_equal_and_in_order(ranks: list[dict[str, Any]], case: str) ->
     expected = TAKEN[case.split()[1]]
     assert [own[case] for own in ranks] == expected
     assert [own[f"{case} async"] for own in ranks] == expected
-    assert all(own[f"{case} most"] <= 2 for own in ranks)
+    assert all(own[f"{case} most"] <= 4 for own in ranks)
 
 
 @pytest.mark.parametrize("case", CASES)

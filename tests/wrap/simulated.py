@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from asyncloader.device.device import Device
-from asyncloader.device.moving import copied_to, tensors_in
+from asyncloader.wrap.device import StreamDevice
+from asyncloader.wrap.moving import tensors_in
 
 
 class SimulatedMark:
@@ -78,11 +78,8 @@ class Block:
         self.is_free = False
 
 
-class SimulatedDevice(Device):
+class SimulatedDevice(StreamDevice):
     """A device on which nothing happens by itself.
-
-    Args:
-        pins: It copies batches into memory for it, as if that were page-locked; otherwise they are as they are.
 
     Attributes:
         faults: What a real device would have got wrong without a word.
@@ -92,15 +89,12 @@ class SimulatedDevice(Device):
         most: How many bytes programs had on the device at most.
     """
 
-    overlaps = True
-
-    def __init__(self, *, pins: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self._pins = pins
         self.copies, self.steps = Stream(), Stream()
         self._current = threading.local()
         self.faults: list[str] = []
-        self.blocked = self.pinned = self.used = self.most = 0
+        self.blocked = self.most = 0
         self.pids: set[int] = set()
         self.threads: set[str] = set()
         self.generator = torch.Generator()
@@ -150,14 +144,6 @@ class SimulatedDevice(Device):
     @property
     def current(self) -> Stream:
         return getattr(self._current, "stream", self.steps)
-
-    def select(self) -> None:
-        self.check()
-
-    def pin(self, batch: Any) -> Any:
-        self.check()
-        self.pinned += 1
-        return copied_to(batch, self.device, torch.clone, non_blocking=False) if self._pins else batch
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """A program, run once per rank: takes uneven streams in equal steps, and has the batches go to a device.
 
-python tests/device/steps_ranks.py
+python tests/wrap/steps_ranks.py
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from asyncloader import DataLoader
-from tests.device.simulated import SimulatedDevice
+from asyncloader import DataLoader, to_device
 from tests.equal_steps_ranks import Uneven, in_step
 from tests.ranks import tell
+from tests.wrap.simulated import SimulatedDevice
 
 LENGTHS: list[float] = [9, 14]
 
@@ -27,7 +28,7 @@ class Steps:
     Args:
         options: Of the loaders.
         name: Of the device: "cpu" or "simulated".
-        transform: As `device_transform`, with the device to compute on.
+        transform: As of `to_device`, with the device to compute on.
     """
 
     def __init__(
@@ -37,15 +38,14 @@ class Steps:
         transform: Callable[[SimulatedDevice | None, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.device = SimulatedDevice() if name == "simulated" else None
-        self._options = {**options, "device": self.device or "cpu"}
-        if transform is not None:
-            self._options["device_transform"] = lambda batch: transform(self.device, batch)
+        self._options, self._transform = options, transform
         self.seen: list[list[float]] = []
 
-    def make(self, **options: Any) -> DataLoader[Any]:
-        return DataLoader(Uneven(LENGTHS), 2, **{**self._options, **options})
+    def make(self) -> Any:
+        change = None if self._transform is None else partial(self._transform, self.device)
+        return to_device(DataLoader(Uneven(LENGTHS), 2, **self._options), self.device or "cpu", 1, change)  # type: ignore[arg-type]
 
-    def take(self, loader: DataLoader[Any], steps: int = -1) -> list[int]:
+    def take(self, loader: Any, steps: int = -1) -> list[int]:
         """Take so many batches, or all; return how many a state counts after each."""
         positions: list[int] = []
         for batch in loader:
@@ -56,7 +56,7 @@ class Steps:
                 break
         return positions
 
-    async def take_async(self, loader: DataLoader[Any]) -> None:
+    async def take_async(self, loader: Any) -> None:
         async for batch in loader:
             self.step(batch)
             del batch

@@ -1,0 +1,10 @@
+"""Loaders around loaders: what is done to batches on their way from a loader to training.
+
+A wrapper is a loader itself, and may be around any loader, or around another wrapper: see `LoaderWrapper`.
+"""
+
+from asyncloader.wrap.moving import move
+from asyncloader.wrap.to_device import to_device
+from asyncloader.wrap.wrapper import IteratorWrapper, LoaderWrapper
+
+__all__ = ["IteratorWrapper", "LoaderWrapper", "move", "to_device"]
