@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import ConfigurationError, DataLoader
+from asyncloader import ConfigurationError, DataLoader, LoaderStats
 from asyncloader.machine import usable_cores
 from asyncloader.options import AutoWorkers
 from tests import inside
@@ -59,9 +59,9 @@ class Whims:
     def begin_run(self) -> None:
         """Another run has begun."""
 
-    def observe(self, load: Any) -> None:
+    def observe(self, now: float, num_workers: int, stats: LoaderStats) -> None:
         """Want the next number."""
-        self.num_workers = self.numbers[load.made % len(self.numbers)]
+        self.num_workers = self.numbers[stats.workers.batches % len(self.numbers)]
 
     def limit(self, count: int) -> None:
         """There cannot be so many."""

@@ -1,6 +1,6 @@
 """Decide how many workers there should be, from what they and the trainer have been doing. No loop, clock or process.
 
-    observe(load) ── differences over a window ──> does the trainer wait? would more help? are some idle? ──> a number
+    observe(stats) ── differences over a window ──> does the trainer wait? would more help? are some idle? ──> a number
 
 The model is that of the verdict: a batch comes every ``max(train, work / workers, cpu / cores)`` seconds. While the
 trainer waits and all workers are busy there are more of them, as many as the model asks for. If that did not help, they
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from asyncloader.observe.figures import Load
+from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import Options
 
 _LOOK_S = 0.1
@@ -58,7 +58,7 @@ _LATE_S = 5.0
 
 
 class Window(NamedTuple):
-    """The figures that follow from two loads: seconds a batch, and shares."""
+    """The figures of a run between two moments: seconds a batch, and shares."""
 
     taken: int  # batches that the trainer took
     rate: float  # of these, a second
@@ -70,19 +70,21 @@ class Window(NamedTuple):
     main_cpu: float  # what this process computed
 
     @classmethod
-    def between(cls, first: Load, last: Load) -> Window:
-        """Compare two loads."""
-        taken, made = last.taken - first.taken, last.made - first.made
-        waited, trained = last.waited_s - first.waited_s, last.trained_s - first.trained_s
+    def between(cls, first: LoaderStats, last: LoaderStats, seconds: float) -> Window:
+        """Compare statistics, between which are so many seconds."""
+        was, now = first.workers, last.workers
+        taken, made = last.batches - first.batches, now.batches - was.batches
+        waited = last.waiting.consumer.total_s - first.waiting.consumer.total_s
+        trained = last.training_s - first.training_s
         spent = max(waited + trained, 1e-9)  # this ends with a batch, as the window does not
         return cls(
             taken=taken,
             rate=taken / spent,
-            makes=made / max(last.at_s - first.at_s, 1e-9),
+            makes=made / max(seconds, 1e-9),
             waits=waited / spent,
             train=trained / taken,
-            work=(last.work_s - first.work_s) / max(1, made),
-            cpu=(last.cpu_s - first.cpu_s) / max(1, made),
+            work=(now.busy_s - was.busy_s) / max(1, made),
+            cpu=(now.cpu_s + now.stalled_s - was.cpu_s - was.stalled_s) / max(1, made),
             main_cpu=(last.main_cpu_s - first.main_cpu_s) / taken,
         )
 
@@ -120,7 +122,7 @@ class Controller:
 
     Attributes:
         num_workers: How many there should be.
-        due: When `observe` is worth calling again; on the clock of the loads.
+        due: When `observe` is worth calling again; on the clock of its caller.
         reason: The reason of the last change.
     """
 
@@ -133,7 +135,7 @@ class Controller:
         self._overlaps = options.overlaps
         self._now = 0.0
         self._changed_at: float | None = None  # until those that are to come or go have done so
-        self._first: Load | None = None  # where the window begins
+        self._first: tuple[float, LoaderStats] | None = None  # where the window begins
         self._settled_at = 0  # when so many batches were made, workers that came have made some of them
         self._calm = 0  # windows one after the other in which fewer workers would do
         self._trial: tuple[int, Window] | None = None  # how many there were before the last change, and how that was
@@ -156,35 +158,42 @@ class Controller:
         self.num_workers = min(self.num_workers, count)
         self._trial, self._changed_at = None, self._now
 
-    def observe(self, load: Load) -> None:
-        """Take note of a load, and decide how many workers there should be from now on."""
-        self._now = load.at_s
-        self.due = load.at_s + _LOOK_S
-        if load.num_workers != self.num_workers:
-            self._await(load)
+    def observe(self, now: float, num_workers: int, stats: LoaderStats) -> None:
+        """Take note of how the run goes, and decide how many workers there should be from now on.
+
+        Args:
+            now: Seconds, of any clock.
+            num_workers: Workers that take tickets.
+            stats: The figures of the run.
+        """
+        self._now = now
+        self.due = now + _LOOK_S
+        if num_workers != self.num_workers:
+            self._await(num_workers)
             return
+        made = stats.workers.batches
         if self._changed_at is not None:  # they have just come, or gone
             self._changed_at, self._first = None, None
-            self._settled_at = load.made + self.num_workers
-        if load.made < self._settled_at:
+            self._settled_at = made + self.num_workers
+        if made < self._settled_at:
             return
-        first = self._first
-        if first is None or load.at_s < first.at_s:
-            self._first = load
+        if self._first is None or now < self._first[0]:
+            self._first = now, stats
             return
-        seconds, taken = load.at_s - first.at_s, load.taken - first.taken
+        began, first = self._first
+        seconds, taken = now - began, stats.batches - first.batches
         is_enough = seconds >= _LEAST_WINDOW_S and taken >= max(_LEAST_BATCHES, self.num_workers)
-        if is_enough or (seconds >= _LONGEST_WINDOW_S and taken >= 2 and load.made > first.made):
-            self._first = load
-            self._judge(Window.between(first, load))
+        if is_enough or (seconds >= _LONGEST_WINDOW_S and taken >= 2 and made > first.workers.batches):
+            self._first = now, stats
+            self._judge(Window.between(first, stats, seconds))
 
-    def _await(self, load: Load) -> None:
+    def _await(self, num_workers: int) -> None:
         """Wait for workers that are to come or go; not for ever for those that cannot be had."""
         self._first = None
         if self._changed_at is None:
-            self._changed_at = load.at_s
-        if load.at_s - self._changed_at > _LATE_S and load.num_workers > 0:
-            self.num_workers, self.reason = load.num_workers, "no more have come"
+            self._changed_at = self._now
+        if self._now - self._changed_at > _LATE_S and num_workers > 0:
+            self.num_workers, self.reason = num_workers, "no more have come"
             self._changed_at = self._trial = None
 
     # ------------------------------------------------------------------------------------------------- decisions

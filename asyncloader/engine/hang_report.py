@@ -87,7 +87,7 @@ class HangReporter:
         self.start()
         run, now = session.run, monotonic()
         is_waiting = run.handoff.waiting > 0
-        slowest_s = run.meter.slowest_s() if is_waiting else 0.0
+        slowest_s = run.meter.stats().stages.work.longest_s if is_waiting else 0.0
         waited_s = self._watch.look(now, run.taken, is_waiting=is_waiting, slowest_s=slowest_s)
         if waited_s is None:
             self._before = None

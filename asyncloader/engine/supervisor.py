@@ -282,9 +282,10 @@ class Supervisor:
     def _look_how_many(self, auto: Auto, now: float) -> None:
         controller, run, here = auto.controller, self.session.run, len(self.workforce.wanted)
         before = controller.num_workers
-        controller.observe(run.meter.load(now, run.scheduler.roster.num_takers))
+        stats = run.meter.stats()
+        controller.observe(now, run.scheduler.roster.num_takers, stats)
         if (more := controller.num_workers - here) > 0:
-            each = max([_WORKER_BYTES, *run.meter.private_bytes().values()])
+            each = max([_WORKER_BYTES, *(worker.private_bytes for worker in stats.workers.each)])
             room = available_bytes() - total_bytes() // 20
             if room < more * each:
                 controller.limit(here + max(0, room // each))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
 
 from asyncloader.observe.record import Record
 from asyncloader.observe.timing import Timing
@@ -49,32 +48,6 @@ class WorkerStats:
         self.private_bytes = record.private_bytes
 
 
-class Load(NamedTuple):
-    """Sums of a run from its beginning to one moment. Times in seconds.
-
-    Attributes:
-        at_s: When that is.
-        num_workers: Workers that take tickets.
-        taken: Batches that consumers have taken.
-        waited_s: How long they waited for these.
-        trained_s: How long they did not.
-        made: Batches that workers have made.
-        work_s: How long that took them.
-        cpu_s: How long they had a core for it, or wanted one.
-        main_cpu_s: How long this process had one.
-    """
-
-    at_s: float
-    num_workers: int
-    taken: int
-    waited_s: float
-    trained_s: float
-    made: int
-    work_s: float
-    cpu_s: float
-    main_cpu_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class Workers:
     """What the workers of a run did.
@@ -93,19 +66,31 @@ class Workers:
     changes: dict[float, int] = field(default_factory=dict)
     renewals: int = 0
 
+    def _sum(self, name: str) -> float:
+        return float(sum(getattr(worker, name) for worker in self.each))
+
+    @property
+    def batches(self) -> int:
+        """Batches that they have made; some may not have been taken yet."""
+        return int(self._sum("batches"))
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that they worked."""
+        return self._sum("busy_s")
+
     @property
     def busy_share(self) -> float:
         """Share of the workers' time in which they worked; where they fetch several batches at once, at most 1."""
-        busy_s, idle_s = (sum(getattr(worker, name) for worker in self.each) for name in ("busy_s", "idle_s"))
-        return min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
+        all_s = self.busy_s + self._sum("idle_s")
+        return min(1.0, self.busy_s / all_s) if all_s else 0.0
 
     @property
     def opening_s(self) -> float:
         """How much longer their first batches took than others, in seconds: their datasets may have opened files."""
-        first_s, count = sum(worker.first_s for worker in self.each), sum(worker.batches > 0 for worker in self.each)
-        later = sum(worker.batches for worker in self.each) - count
-        later_s = sum(worker.busy_s for worker in self.each) - first_s
-        return max(0.0, first_s - count * later_s / later) if later else 0.0
+        first_s, count = self._sum("first_s"), sum(worker.batches > 0 for worker in self.each)
+        later = self.batches - count
+        return max(0.0, first_s - count * (self.busy_s - first_s) / later) if later else 0.0
 
 
 @dataclass(frozen=True, slots=True)

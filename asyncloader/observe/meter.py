@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.figures import Load, Stages, Waiting, Workers, WorkerStats
+from asyncloader.observe.figures import Stages, Waiting, Workers, WorkerStats
 from asyncloader.observe.record import ROW, BatchTimes, Record
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.timing import Timing
@@ -55,8 +55,7 @@ def _columns(rows: array[float]) -> dict[str, NDArray[np.float64]]:
     return {
         "samples": row.samples,
         "bytes": row.nbytes,
-        "cpu": row.cpu_s * ~is_here,
-        "stalled": row.stalled_s,
+        "stalled": row.stalled_s * is_here,  # that of workers is counted with them
         "ahead": row.ahead,
         "lay_ready": row.lay_ready,
         "queue": row.began - row.sent_at,
@@ -179,25 +178,6 @@ class Meter:
             own.private_bytes = 0
         self._mark(f"worker {worker} renewed", perf_counter())
 
-    def private_bytes(self) -> dict[int, int]:
-        """Return, by worker, what it has to itself, as far as that is known."""
-        return {worker: own.private_bytes for worker, own in self._own.items() if own.private_bytes}
-
-    def load(self, now: float, num_workers: int) -> Load:
-        """Return what the run has come to, for who decides about the number of workers. 0.1 ms."""
-        found, own = self._timings(), list(self._own.values())
-        made, work_s, cpu_s, stalled_s = (
-            sum(getattr(worker, name) for worker in own) for name in ("batches", "busy_s", "cpu_s", "stalled_s")
-        )
-        main_cpu_s = self._last_cpu_s - self._first_cpu_s - cpu_s * bool(self._options.get("in_process"))
-        waited_s, training_s, cpu_s = found["consumer"].total_s, found["training"].total_s, cpu_s + stalled_s
-        count = found["work"].count
-        return Load(now, num_workers, count, waited_s, training_s, made, work_s, cpu_s, max(0.0, main_cpu_s))
-
-    def slowest_s(self) -> float:
-        """Return the work of the slowest batch that was taken, in seconds. 0.1 ms."""
-        return self._timings()["work"].longest_s
-
     # --------------------------------------------------------------------------------------------- consumers
 
     def took(self, asked_at: float, came_at: float, times: BatchTimes, ahead: int, ready: int) -> None:
@@ -294,6 +274,8 @@ class Meter:
         """Return the figures so far."""
         found = self._timings()
         count = found["work"].count
+        each = tuple(map(copy, sorted(self._own.copy().values(), key=attrgetter("worker_id"))))
+        cpu_s, main_cpu_s = sum(worker.cpu_s for worker in each), self._last_cpu_s - self._first_cpu_s
         return LoaderStats(
             epoch=self._epoch,
             num_workers=self._num_workers,
@@ -304,7 +286,7 @@ class Meter:
             elapsed_s=self._taken_at - self._began if count else 0.0,
             first_batch_s=self._first_at - self._began if count else 0.0,
             training_s=found["training"].total_s,
-            main_cpu_s=self._last_cpu_s - self._first_cpu_s,
+            main_cpu_s=max(0.0, main_cpu_s - cpu_s * bool(self._options.get("in_process"))),
             waiting=Waiting(
                 consumer=found["consumer"],
                 sampler=found["sampler"],
@@ -315,9 +297,9 @@ class Meter:
             ),
             stages=Stages(**{field.name: found[field.name] for field in fields(Stages)}),
             workers=Workers(
-                tuple(map(copy, sorted(self._own.copy().values(), key=attrgetter("worker_id")))),
-                found["cpu"].total_s,
-                found["stalled"].total_s,
+                each,
+                cpu_s,
+                sum(worker.stalled_s for worker in each) + found["stalled"].total_s,
                 dict(self._changes),
                 self._renewals,
             ),

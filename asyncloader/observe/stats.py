@@ -37,7 +37,7 @@ class LoaderStats:
         elapsed_s: From ``iter()`` to the last batch taken.
         first_batch_s: The part of `elapsed_s` until the first batch: starting workers, opening the dataset.
         training_s: Seconds between the first batch and the last in which nobody waited for one: training.
-        main_cpu_s: CPU seconds of this process since the first batch, those of workers that are threads included.
+        main_cpu_s: CPU seconds of this process since the first batch, without those of workers that are threads.
         waiting: What waited for what: the consumer for batches and for keys, batches for the consumer.
         stages: How long each stage of the batches took.
         workers: What the workers did, each of them and together.
@@ -96,7 +96,7 @@ class LoaderStats:
             work=work_s,
             worker_cpu=(workers.cpu_s + workers.stalled_s) / made,
             stalled=workers.stalled_s / made,
-            main_cpu=max(0.0, self.main_cpu_s - workers.cpu_s * bool(options.get("in_process"))) / later,
+            main_cpu=self.main_cpu_s / later,
             start=max(0.0, self.first_batch_s - work_s) if self.num_workers else 0.0,
             elapsed=self.elapsed_s,
             nbytes=self.bytes / made,

@@ -38,7 +38,7 @@ from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Keeper, WorkerStart
 from asyncloader.observe.private import PrivateBytes
 from asyncloader.observe.record import Record
-from asyncloader.observe.stalls import Stalls
+from asyncloader.observe.stalls import stalled_s
 from asyncloader.protocols import namer
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.generators import check_of, restore, states_of
@@ -53,6 +53,7 @@ from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetch
 from asyncloader.worker.job import Job, NoGoodSample, mend
 from asyncloader.worker.odd_sample import find_odd_sample
 
+_STALLS_EVERY_S = 0.1  # to ask takes up to 100 us
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
@@ -148,7 +149,7 @@ class BatchMaker:
         self._told: tuple[int | None, ...] = ()  # the epochs of the run before
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
-        self._stalls = Stalls()
+        self._stalled_s, self._stalls_due_at = stalled_s(), perf_counter() + _STALLS_EVERY_S
         self._memory: PrivateBytes | None = None
         if isinstance(spec, WorkerSpec):
             self.spec = spec
@@ -512,6 +513,11 @@ class BatchMaker:
         now = perf_counter()
         began, fetched = job.began, job.fetched or now
         cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
+        stalled = 0.0
+        if now >= self._stalls_due_at:
+            self._stalls_due_at = now + _STALLS_EVERY_S
+            before, self._stalled_s = self._stalled_s, stalled_s()
+            stalled = self._stalled_s - before
         fields = (
             job.ticket,
             self._epoch.number,
@@ -521,7 +527,7 @@ class BatchMaker:
             fetched - began,
             now - fetched,
             self._cpu_s - cpu_before,
-            self._stalls.take(now) if now >= self._stalls.due_at else 0.0,
+            stalled,
             0 if self._memory is None else self._memory.take(now),
             0.0,  # the transport notes how long encoding takes
         )

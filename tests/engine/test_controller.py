@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.engine.controller import Controller
-from asyncloader.observe.figures import Load
+from asyncloader.observe.figures import Workers, WorkerStats
+from asyncloader.observe.meter import Meter
+from asyncloader.observe.stats import LoaderStats
+from asyncloader.observe.timing import Timing
 from tests import deciders
 from tests.effort import examples
 
 STEP_S = 0.02
+_NOTHING = Meter(0, 2, 4).stats()
+
+
+def figures(
+    taken: float, waited: float = 0.0, trained: float = 0.0, made: float = 0, work: float = 0.0, cpu: float = 0.0
+) -> LoaderStats:
+    """Return the statistics of a run that has come so far. Seconds all told."""
+    waiting = replace(_NOTHING.waiting, consumer=Timing(total_s=waited))
+    workers = Workers((WorkerStats(0, int(made), work),), cpu)
+    return replace(_NOTHING, batches=int(taken), training_s=trained, waiting=waiting, workers=workers)
 
 
 @dataclass
@@ -101,9 +113,9 @@ class World:
             self.count = controller.num_workers
         if self.now >= controller.due:
             sums = self.sums
-            load = Load(self.now, self.count, int(sums["taken"]), self.noted["waited"], self.noted["trained"],
-                        int(sums["made"]), sums["work"], sums["cpu"], 0.0)  # fmt: skip
-            controller.observe(load)
+            noted = self.noted["waited"], self.noted["trained"]
+            stats = figures(sums["taken"], *noted, sums["made"], sums["work"], sums["cpu"])
+            controller.observe(self.now, self.count, stats)
             if controller.num_workers != self.wanted:
                 self.wanted, self.comes_at = controller.num_workers, self.now + 0.05
                 self.history.append((self.now, controller.num_workers))
@@ -202,17 +214,16 @@ def test_samples_that_wait_as_long_as_others_computed_are_another_load(most: int
 def test_those_that_do_not_come_are_not_waited_for() -> None:
     """What there is is what it goes on with."""
     controller = Controller(deciders.options(most_computing=8, most_waiting=8), 2, 2)
-    load: Any = Load(0.0, 2, 0, 0.0, 0.0, 0, 0.0, 0.0, 0.0)
     for step in range(100):
-        load = load._replace(at_s=step * 0.1, taken=20 * step, made=20 * step, waited_s=0.1 * step, work_s=0.2 * step)
-        controller.observe(load)
+        stats = figures(20 * step, 0.1 * step, made=20 * step, work=0.2 * step)
+        controller.observe(step * 0.1, 2, stats)
         if controller.num_workers > 2:
             break
-    asked = controller.num_workers
+    asked, now = controller.num_workers, step * 0.1
     assert asked > 2
     counts = []
     for step in range(1, 60):
-        controller.observe(load._replace(at_s=load.at_s + 0.1 * step))
+        controller.observe(now + 0.1 * step, 2, stats)
         counts.append(controller.num_workers)
     assert counts[10] == asked
     assert counts[-1] == 2
@@ -221,16 +232,15 @@ def test_those_that_do_not_come_are_not_waited_for() -> None:
 def test_a_window_begins_when_workers_that_came_have_made_batches() -> None:
     """They may have come before anybody looks again."""
     controller = Controller(deciders.options(most_computing=8, most_waiting=8), 2, 2)
-    load: Any = Load(0.0, 2, 0, 0.0, 0.0, 0, 0.0, 0.0, 0.0)
+    at = 0.0
     while controller.num_workers == 2:
-        at = load.at_s + 0.1
-        load = load._replace(at_s=at, taken=int(200 * at), made=int(200 * at), waited_s=at, work_s=2 * at)
-        controller.observe(load)
+        at += 0.1
+        controller.observe(at, 2, figures(int(200 * at), at, made=int(200 * at), work=2 * at))
+    before = int(200 * at)
     for made, has_begun in ((0, False), (controller.num_workers - 1, False), (controller.num_workers, True)):
-        load = load._replace(at_s=load.at_s + 0.1, num_workers=controller.num_workers, made=load.made + made)
-        controller.observe(load)
+        at += 0.1
+        controller.observe(at, controller.num_workers, figures(before, at, made=before + made))
         assert (controller._first is not None) == has_begun
-        load = load._replace(made=load.made - made)
 
 
 def test_representation() -> None:

@@ -160,7 +160,6 @@ async def test_the_process_that_is_started_for_a_worker(what: str, monkeypatch: 
     supervisor = Supervisor(loop, pool, deciders.options(max_tasks_per_child=1))  # type: ignore[arg-type]
     supervisor.attach(session)  # type: ignore[arg-type]
     session.run.scheduler.planned(range(4))
-    session.run.meter = SimpleNamespace(private_bytes=dict)
 
     def prepare(worker: int, num_workers: int) -> Any:
         assert (worker, num_workers) == (1, 2)
