@@ -188,7 +188,7 @@ def versions(dataset: Any) -> list[Any]:
 
 def memory(shared: Any) -> Any:
     """Return the mapping that a shared list is read from."""
-    return shared._read.memory
+    return shared._memory
 
 
 # ------------------------------------------------------------------------------------------------- whose turn it is

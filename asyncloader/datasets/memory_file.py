@@ -38,6 +38,7 @@ HEAD = 64
 _KIND = slice(0, 8)
 _TOKEN = slice(8, 24)
 _HAS_PROC = sys.platform == "linux"
+_PROC = "/proc/"
 _SEALS = sum(getattr(fcntl, f"F_SEAL_{change}", 0) for change in ("SEAL", "SHRINK", "GROW", "WRITE"))
 
 
@@ -84,17 +85,21 @@ class MemoryFile:
         return made
 
     @classmethod
-    def open(cls, path: str, kind: bytes, token: bytes | None = None, *, writable: bool = False) -> Self:
-        """Open one that has a name.
+    def open(cls, path: str, kind: bytes, token: bytes | None = None) -> Self:
+        """Open one by its path: to write as well, where that is allowed.
 
         Raises:
             ValueError: The file is something else, or has another token.
         """
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-        head = os.pread(fd, HEAD, 0)
-        if len(head) < HEAD or head[_KIND] != kind or token not in (None, head[_TOKEN]):
+        mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
+        fd = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK)  # what is in its place may be a pipe
+        try:
+            head = os.pread(fd, HEAD, 0)
+            if len(head) < HEAD or head[_KIND] != kind or token not in (None, head[_TOKEN]):
+                raise ValueError(f"{path} is not the file that was expected")
+        except BaseException:
             os.close(fd)
-            raise ValueError(f"{path} is not the file that was expected")
+            raise
         return cls._admit(fd, head[_TOKEN], path)
 
     @classmethod
@@ -106,7 +111,7 @@ class MemoryFile:
         if (known := cls._known.get(token)) is not None:
             os.close(fd)
             return known  # type: ignore[return-value]
-        made = cls(fd, token, path)
+        made = cls(fd, token, None if path is None or path.startswith(_PROC) else path)
         cls._known[token] = made
         return made
 
@@ -131,19 +136,12 @@ class MemoryFile:
             self.fd = _memory_fd()
             self._close_with_it()
             write_at(self.fd, self.map(), 0)
-        if self.path is not None:
-            return _open, (self.path, os.pread(self.fd, 8, 0), self.token)
-        if multiprocessing.context.get_spawning_popen() is not None:
+        if self.path is None and multiprocessing.context.get_spawning_popen() is not None:
             return _inherit, (self.token, DupFd(self.fd))
-        if not _HAS_PROC:
+        if self.path is None and not _HAS_PROC:
             raise RuntimeError("shared memory can be passed to another process through inheritance only")
-        return _attach, (self.token, os.getpid(), self.fd)
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
+        path = self.path or f"{_PROC}{os.getpid()}/fd/{self.fd}"
+        return _open, (path, os.pread(self.fd, 8, 0), self.token)
 
 
 _asked = threading.local()
@@ -177,43 +175,30 @@ def _from_value(token: bytes, content: Any) -> MemoryFile:
 
 
 def _open(path: str, kind: bytes, token: bytes) -> MemoryFile:
-    return MemoryFile._known.get(token) or MemoryFile.open(path, kind, token, writable=os.access(path, os.W_OK))
+    """Open the file by its name, or by way of a process that has it open."""
+    if (known := MemoryFile._known.get(token)) is not None:
+        return known
+    try:
+        return MemoryFile.open(path, kind, token)
+    except (OSError, ValueError) as error:
+        if not path.startswith(_PROC):
+            raise
+        process = path.split("/")[2]
+        if isinstance(error, PermissionError):
+            why = f"shared memory of process {process}, which is another user's"
+            raise PermissionError(errno.EACCES, why, path) from error
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"shared memory is not there: process {process}, which pickled it, has ended, has let go of it, or runs in "
+            "another container or on another machine",
+            path,
+        ) from error
 
 
 def _inherit(token: bytes, fd: Any) -> MemoryFile:
     descriptor = fd.detach()
     os.set_inheritable(descriptor, False)
     return MemoryFile._admit(descriptor, token)
-
-
-def _attach(token: bytes, pid: int, number: int) -> MemoryFile:
-    """Open the file by way of a process that has it open."""
-    if (known := MemoryFile._known.get(token)) is not None:
-        return known
-    path = f"/proc/{pid}/fd/{number}"
-    try:
-        fd = _open_other(path, token)
-    except PermissionError as error:
-        raise PermissionError(errno.EACCES, f"shared memory of process {pid}, which is another user's", path) from error
-    except OSError as error:
-        raise FileNotFoundError(
-            errno.ENOENT,
-            f"shared memory is not there: process {pid}, which pickled it, has ended, has let go of it, or runs in "
-            "another container or on another machine",
-            path,
-        ) from error
-    return MemoryFile._admit(fd, token)
-
-
-def _open_other(path: str, token: bytes) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        if os.pread(fd, HEAD, 0)[_TOKEN] != token:
-            raise FileNotFoundError(errno.ENOENT, "another file", path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:

@@ -139,9 +139,6 @@ class ParallelMap(SuppliesKeys[T_co]):
             raise ConfigurationError("a copy of a ParallelMap that was pickled has no stream: it is for workers")
         return StreamSampler(self)
 
-    def _state_identity(self) -> dict[str, Any]:
-        return {"shard": self.shard}
-
 
 class StreamSampler(Sampler[StreamItem]):
     """Gives the items of a stream as keys. Its state is the number of the next item, of all ranks together.
@@ -224,4 +221,4 @@ class StreamSampler(Sampler[StreamItem]):
         self._next, self._items = Place(state["number"], state["count"], states), None
 
     def _state_identity(self) -> dict[str, Any]:
-        return self._dataset._state_identity()
+        return {"shard": self._dataset.shard}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -91,7 +92,17 @@ class SampleStore:
             OSError: The disk is full, or permissions forbid it.
             ValueError: The file is something else.
         """
-        return cls(_made_at(path, count), max_bytes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if os.access(path if path.exists() else path.parent, os.W_OK):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if not os.pread(fd, 1, 0).strip(b"\0"):  # new, or of a process that was killed before the end of this
+                    _write_head(fd, count)
+                    write_at(fd, KIND + secrets.token_bytes(16), 0)
+            finally:
+                os.close(fd)
+        return cls(MemoryFile.open(os.fspath(path), KIND), max_bytes)
 
     def __reduce__(self) -> Any:
         path, count = self._file.path, self._num_slots // 2
@@ -231,21 +242,3 @@ def _write_head(fd: int, count: int | None) -> None:
     slots = _UNKNOWN_SLOTS if count is None else max(2 * count, _LEAST_SLOTS)  # holes in a file take no room
     write_at(fd, _HEAD.pack(slots), HEAD)
     os.ftruncate(fd, _TABLE_AT + _SLOT.size * (slots + _WINDOW))
-
-
-def _made_at(path: Path, count: int | None) -> MemoryFile:
-    """Open the file at a path; make an empty one, complete when it appears, where the first of several wins."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            write_at(fd, (KIND + secrets.token_bytes(16)).ljust(HEAD, b"\0"), 0)
-            _write_head(fd, count)
-            os.fsync(fd)
-            with contextlib.suppress(FileExistsError):
-                os.link(beside, path)
-        finally:
-            os.close(fd)
-            os.unlink(beside)
-    return MemoryFile.open(os.fspath(path), KIND, writable=os.access(path, os.W_OK))

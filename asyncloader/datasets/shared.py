@@ -1,49 +1,35 @@
-"""A list whose rows are in memory once, however many processes read it."""
+"""A list whose rows are in memory once, however many processes read it.
+
+    head | pickle of row 0 | pickle of row 1 | ... | where each row begins, and where the last one ends
+      └── where that is
+
+Rows are read one by one, out of pages that all processes share; where one begins is looked up in these pages as well.
+"""
 
 from __future__ import annotations
 
+import array
+import io
 import operator
 import os
+import pickle
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar, overload
 
-from asyncloader.datasets.memory_file import MemoryFile
-from asyncloader.datasets.rows import KIND, RowReader, save, write
+from asyncloader.datasets.memory_file import HEAD, MemoryFile, write_at
+from asyncloader.datasets.records import Pickler
+from asyncloader.datasets.whole_file import in_one_piece
 
 T_co = TypeVar("T_co", covariant=True)
 
-
-class SharedRows:
-    """Rows in memory that processes share, which nobody can change."""
-
-    __slots__ = ("__weakref__", "_file", "_read")
-
-    _file: MemoryFile
-    _read: RowReader
-
-    @classmethod
-    def _of(cls, file: MemoryFile) -> Self:
-        """Make one of the rows of a file."""
-        made = cls.__new__(cls)
-        made._file, made._read = file, RowReader(file)
-        return made
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that the rows are in; a slice tells those of the list that it was cut from."""
-        return len(self._read.memory)
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def __reduce__(self) -> Any:
-        return self._of, (self._file,)
+_KIND = b"asl-row2"
+_STARTS = struct.Struct("<Q")  # where they are
+_STARTS_AT = 24  # after kind and token
+_PIECE_BYTES = 1 << 20  # are pickled before they are written
 
 
-class SharedList(SharedRows, Sequence[T_co]):
+class SharedList(Sequence[T_co]):
     """Keep rows in memory once for all processes that read them: a list of a dataset that workers do not copy.
 
     A worker that only reads a Python list writes to it all the same: Python counts references inside the objects, and a
@@ -77,20 +63,28 @@ class SharedList(SharedRows, Sequence[T_co]):
         (500, '6.jpg')
     """
 
-    __slots__ = ("_order",)
-
-    seeds_samples = True
+    __slots__ = ("__weakref__", "_file", "_memory", "_order", "_starts")
 
     def __init__(self, rows: Iterable[T_co]) -> None:
-        self._file = write(rows)
-        self._read = RowReader(self._file)
-        self._order = range(self._read.count)
+        self._read(_written(rows))
+
+    def _read(self, file: MemoryFile, order: range | None = None) -> None:
+        self._file, self._memory = file, file.map()
+        (at,) = _STARTS.unpack_from(self._memory, _STARTS_AT)
+        self._starts = self._memory[at:].cast("Q")
+        self._order = range(len(self._starts) - 1) if order is None else order
 
     @classmethod
     def _of(cls, file: MemoryFile, order: range | None = None) -> Self:
-        made = super()._of(file)
-        made._order = range(made._read.count) if order is None else order
+        """Make one of the rows of a file."""
+        made = cls.__new__(cls)
+        made._read(file, order)
         return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that the rows are in; a slice tells those of the list that it was cut from."""
+        return len(self._memory)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -102,7 +96,7 @@ class SharedList(SharedRows, Sequence[T_co]):
             ValueError: The file is something else.
             OSError: The file cannot be opened.
         """
-        return cls._of(MemoryFile.open(os.path.abspath(path), KIND))
+        return cls._of(MemoryFile.open(os.path.abspath(path), _KIND))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the list to a file, for `open`: by ranks in separate containers, or the next run.
@@ -112,10 +106,18 @@ class SharedList(SharedRows, Sequence[T_co]):
         Raises:
             OSError: The file cannot be written.
         """
-        if self._order != range(self._read.count):
+        if self._order != range(self._count):
             return SharedList(self).save(path)
-        save(self._file, os.path.abspath(path))
+        with in_one_piece(path) as beside, open(beside, "xb") as copy:
+            copy.write(self._memory)
+            copy.flush()
+            os.fsync(copy.fileno())
         return None
+
+    @property
+    def _count(self) -> int:
+        """How many rows there are in the file."""
+        return len(self._starts) - 1
 
     def __len__(self) -> int:
         return len(self._order)
@@ -137,21 +139,56 @@ class SharedList(SharedRows, Sequence[T_co]):
             number = self._order[operator.index(index)]
         except IndexError:
             raise IndexError(f"row {index} of a SharedList of {len(self)} rows") from None
-        return self._read(number)
+        return self._row(number)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
-        """Make the rows of a batch, for loaders that ask for all of them at once."""
-        return [self[index] for index in indices]
+    def _row(self, number: int) -> Any:
+        """Make the row of this number in the file. In any thread."""
+        return pickle.loads(self._memory[self._starts[number] : self._starts[number + 1]])
 
     def __iter__(self) -> Iterator[T_co]:
-        return map(self._read, self._order)
-
-    def __contains__(self, row: object) -> bool:
-        return any(row is one or row == one for one in self)
+        return map(self._row, self._order)
 
     def __repr__(self) -> str:
-        part = "" if len(self) == self._read.count else f" of {self._read.count:,}"
+        part = "" if len(self) == self._count else f" of {self._count:,}"
         return f"<{type(self).__name__} of {len(self):,}{part} rows, {self.nbytes / 1e6:,.1f} MB>"
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
     def __reduce__(self) -> Any:
         return self._of, (self._file, self._order)
+
+
+def _written(rows: Iterable[Any]) -> MemoryFile:
+    """Write rows into a new memory file, and seal it. Some MB of them are held at a time.
+
+    Raises:
+        OSError: Memory is full.
+        Exception: The iterable, or the pickling of a row, fails; in the latter case a note says which row it was.
+    """
+    file, end = MemoryFile.create(_KIND), HEAD
+    starts = array.array("Q", [end])
+    waiting = io.BytesIO()
+    pickler = Pickler(waiting, protocol=5)  # one for all: to make one takes longer than to pickle a small row
+    for number, row in enumerate(rows):
+        pickler.clear_memo()
+        try:
+            pickler.dump(row)
+        except Exception as error:
+            error.add_note(f"It is row {number} of those that were being stored, or in it: {type(row)}")
+            raise
+        starts.append(end + waiting.tell())
+        if waiting.tell() >= _PIECE_BYTES:
+            write_at(file.fd, waiting.getbuffer(), end)
+            end = starts[-1]
+            waiting.seek(0)
+            waiting.truncate()
+    write_at(file.fd, waiting.getbuffer(), end)
+    at = -(-starts[-1] // 8) * 8
+    write_at(file.fd, starts, at)
+    write_at(file.fd, _STARTS.pack(at), _STARTS_AT)
+    file.seal()
+    return file

@@ -1,8 +1,7 @@
-"""A dict whose items are in memory once, however many processes read it.
+"""A dict whose items are in memory once, however many processes read it: a `SharedList` of keys, values and buckets.
 
-    key ── crc32 of its canonical bytes ──> items of that hash, in a sorted table ──> the one whose key is equal
-
-Rows are its keys and values in turns: row 2 n is the key of item n, and row 2 n + 1 its value.
+    key 0 | value 0 | key 1 | value 1 | ... | bucket 0 | bucket 1 | ...
+    key ── crc32 of its canonical bytes, modulo the number of items ──> bucket: numbers of items ──> that with this key
 
 Python's own hash will not do: that of texts differs from process to process.
 """
@@ -10,25 +9,22 @@ Python's own hash will not do: that of texts differs from process to process.
 from __future__ import annotations
 
 import array
-import operator
 import struct
 import zlib
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from asyncloader.datasets.rows import RowReader, write
-from asyncloader.datasets.shared import SharedRows
+from asyncloader.datasets.shared import SharedList
 from asyncloader.errors import ConfigurationError
 
 K = TypeVar("K")
 V_co = TypeVar("V_co", covariant=True)
 
 
-class SharedDict(SharedRows, Mapping[K, V_co]):
+class SharedDict(Mapping[K, V_co]):
     """Keep a mapping in memory once for all processes that read it; see :class:`SharedList`, whose sibling it is.
 
     Values may be anything that can be pickled, and each access makes a new one. Keys are texts, bytes, numbers, None
@@ -48,25 +44,20 @@ class SharedDict(SharedRows, Mapping[K, V_co]):
         (['a cat'], False)
     """
 
-    __slots__ = ()
+    __slots__ = ("_rows",)
 
     def __init__(self, items: Mapping[K, V_co] | Iterable[tuple[K, V_co]] = ()) -> None:
         hashes = array.array("I")
-        self._file = write(_keys_and_values(items, hashes), per_item=2, tables=lambda: _sorted(hashes))
-        self._read = RowReader(self._file)
-        found, numbers = map(np.asarray, self._read.tables)
-        first: dict[bytes | None, int] = {}
-        for at in np.flatnonzero(found[1:] == found[:-1]).tolist():
-            for number in numbers[at : at + 2].tolist():
-                key = self._key(number)
+        self._rows: SharedList[Any] = SharedList(chain(_keys_and_values(items, hashes), _buckets(hashes)))
+        for bucket in self._rows[2 * len(self) :]:
+            first: dict[bytes | None, int] = {}
+            for number in bucket if len(bucket) > 1 else ():
+                key = self._rows[2 * number]
                 if (before := first.setdefault(canonical(key), number)) != number:
                     raise ConfigurationError(f"the key {key!r} comes twice, as items {before} and {number}")
 
-    def _key(self, number: int) -> Any:
-        return self._read(2 * number)
-
     def __len__(self) -> int:
-        return self._read.count // 2
+        return len(self._rows) // 3
 
     def __getitem__(self, key: K) -> V_co:
         """Make the value of a key.
@@ -74,27 +65,23 @@ class SharedDict(SharedRows, Mapping[K, V_co]):
         Raises:
             KeyError: No item has this key.
         """
-        data, (hashes, numbers) = canonical(key), self._read.tables
-        wanted = zlib.crc32(data or b"")
-        at = bisect_left(hashes, wanted)
-        while data is not None and at < len(self) and hashes[at] == wanted:
-            if canonical(self._key(numbers[at])) == data:
-                return cast(V_co, self._read(2 * numbers[at] + 1))
-            at += 1
+        count, data = len(self), canonical(key)
+        if count and data is not None:
+            for number in self._rows[2 * count + zlib.crc32(data) % count]:
+                if canonical(self._rows[2 * number]) == data:
+                    return cast(V_co, self._rows[2 * number + 1])
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[K]:
-        return map(self._key, range(len(self)))
+        return iter(self._rows[: 2 * len(self) : 2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that the items are in."""
+        return self._rows.nbytes
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self):,} items, {self.nbytes / 1e6:,.1f} MB>"
-
-
-def _sorted(hashes: array.array[int]) -> list[NDArray[Any]]:
-    """Return the hashes of items, sorted, and the number of the item that each of them is of."""
-    values = np.asarray(hashes, np.uint32)
-    order = np.argsort(values, kind="stable")
-    return [values[order], order.astype(np.uint32 if len(order) < 1 << 32 else np.uint64)]
 
 
 def _keys_and_values(items: Any, hashes: array.array[int]) -> Iterator[Any]:
@@ -110,20 +97,27 @@ def _keys_and_values(items: Any, hashes: array.array[int]) -> Iterator[Any]:
         yield value
 
 
+def _buckets(hashes: array.array[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers of the items of each bucket: as many buckets as there are items, when these were read."""
+    buckets = np.asarray(hashes, np.uint32) % max(1, len(hashes))
+    numbers, begin = np.argsort(buckets, kind="stable"), 0
+    for count in np.bincount(buckets, minlength=len(hashes)).tolist():
+        yield tuple(numbers[begin : begin + count].tolist())
+        begin += count
+
+
 def canonical(key: Any) -> bytes | None:
     """Return bytes that are the same for all keys that are equal, in every process; None for a key of another type."""
     if isinstance(key, str):
         return b"s" + key.encode("utf-8", "surrogatepass")
     if isinstance(key, bytes):
         return b"b" + key
-    if isinstance(key, (int, np.integer)):  # True == 1
-        return b"i%d" % operator.index(key)
+    if isinstance(key, (int, np.integer, np.bool_)):  # True == 1
+        return b"i%d" % int(key)
     if isinstance(key, (float, np.floating)):
         return b"i%d" % int(key) if float(key).is_integer() else b"f" + struct.pack("<d", key)
     if key is None:
         return b"n"
-    if isinstance(key, np.bool_):
-        return b"i%d" % int(key)
     if isinstance(key, tuple):
         parts = list(map(canonical, key))
         if None in parts:
