@@ -71,8 +71,6 @@ def test_public_names_of_feeds() -> None:
         "FeedStats",
         "Lease",
         "LeaseLostError",
-        "RankFeed",
-        "RanksError",
         "Sample",
     ]
     assert all(hasattr(asyncloader.online, name) for name in asyncloader.online.__all__)

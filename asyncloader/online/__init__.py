@@ -1,18 +1,17 @@
 """Training on data that is being made: samples come from producers while training goes on. Experimental: it may change.
 
     Feed              a dataset of what producers make; leases, the bound on staleness, batches, states
-    FeedHandle        the same for producers in other processes, and for ranks
-    RankFeed          the batches of a rank, of a feed that all ranks share
+    FeedHandle        the same for producers in other processes
     Sample            what the function of a feed is given for each sample
     FeedStats         what became of samples, and who waits for whom
 
 See the guide "Data that is being made".
 """
 
-from asyncloader.online.errors import FeedClosedError, FeedFullError, LeaseLostError, RanksError
+from asyncloader.online.errors import FeedClosedError, FeedFullError, LeaseLostError
 from asyncloader.online.feed import Feed
 from asyncloader.online.handle import FeedHandle
-from asyncloader.online.keys import RankFeed, Sample
+from asyncloader.online.keys import Sample
 from asyncloader.online.producers import Lease
 from asyncloader.online.stats import FeedStats
 
@@ -24,7 +23,5 @@ __all__ = [
     "FeedStats",
     "Lease",
     "LeaseLostError",
-    "RankFeed",
-    "RanksError",
     "Sample",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import secrets
 import socket
 import threading
@@ -126,7 +127,6 @@ class _Connection:
     def __init__(self, channel: Channel, server: Callable[[], Link | None]) -> None:
         self._channel, self._server = channel, server
         self._requests: dict[int, Request] = {}  # that wait, or have leased what is not settled
-        self._keys: set[str] = set()  # of readers
 
     async def serve(self) -> None:
         """Answer calls until the connection ends; give its leases back then."""
@@ -137,8 +137,6 @@ class _Connection:
             if (server := self._server()) is not None:
                 for request in tuple(self._requests.values()):
                     server.withdraw(request, failed=True)
-                for key in self._keys:
-                    server.leave(key)
 
     def _receive(self, number: int, message: Any) -> None:
         if (server := self._server()) is None:
@@ -152,13 +150,9 @@ class _Connection:
         name, *arguments = message
         if name == "withdraw":
             self._withdraw(server, request, *arguments)
-        elif name == "settle":
-            self._settle(server, request, *arguments)
-        elif name in ("state", "load"):  # which takes its time
-            threads.start(partial(server.call, request, name, *arguments), "asyncloader feed state")
+        elif name in ("settle", "renew"):
+            self._with_lease(server, request, name, *arguments)
         else:
-            if name == "step":
-                self._keys.add(arguments[0])
             server.call(request, name, *arguments)
 
     def _withdraw(self, server: Link, request: Request, number: int, failed: bool) -> None:
@@ -169,11 +163,11 @@ class _Connection:
                 del self._requests[number]
         request.answer(None)
 
-    def _settle(self, server: Link, request: Request, number: int, *made: Any) -> None:
-        """Settle what was leased by the call of a number."""
+    def _with_lease(self, server: Link, request: Request, name: str, number: int, *made: Any) -> None:
+        """Settle, or renew, what was leased by the call of a number."""
         leased = self._requests[number].outcome[0] if number in self._requests else None
-        server.call(request, "settle", leased.lease if isinstance(leased, Leased) else _NO_LEASE, *made)
-        if request.outcome[1] is None:
+        server.call(request, name, leased.lease if isinstance(leased, Leased) else _NO_LEASE, *made)
+        if name == "settle" and request.outcome[1] is None:
             del self._requests[number]
 
     def _answer(self, number: int, request: Request) -> None:
@@ -183,12 +177,14 @@ class _Connection:
         if not is_lease:
             self._requests.pop(number, None)
         try:
+            if error is not None:
+                pickle.loads(pickle.dumps(error))  # some can be pickled, and not made again
             self._send(number, error, (value.id, value.item, value.version, value.tries) if is_lease else value)
-        except Exception as raised:  # what the source gave, or raised, cannot be pickled
+        except Exception as raised:  # what the source gave, or raised, cannot travel
             if is_lease and (server := self._server()) is not None:
                 server.withdraw(self._requests.pop(number), failed=True)
-            of = type(value if error is None else error).__name__
-            self._send(number, RuntimeError(f"{type(raised).__name__}: {raised} (of {of})"), None)
+            told = raised if error is None else error
+            self._send(number, RuntimeError(f"{type(told).__name__}: {told}"), None)
 
     def _send(self, number: int, error: Exception | None, value: Any) -> None:
         server = self._server()

@@ -37,7 +37,3 @@ class FeedFullError(AsyncLoaderError, RuntimeError):
 
 class LeaseLostError(AsyncLoaderError, RuntimeError):
     """The lease has ended: its item was settled, or went to another producer. What was put with it is not taken."""
-
-
-class RanksError(AsyncLoaderError, RuntimeError):
-    """Ranks do not take the same steps of a feed: one has left, has not come in time, or goes on at another place."""

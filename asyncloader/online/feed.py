@@ -12,27 +12,24 @@ import inspect
 import os
 import threading
 from collections.abc import AsyncIterable, Callable, Iterable
-from os import PathLike
 from types import TracebackType
 from typing import Annotated, Any, Self, TypeVar, cast
-from weakref import WeakSet
 
 from torch.utils.data import Sampler
 
 from asyncloader import threads
 from asyncloader.checks import Least, check_of
 from asyncloader.errors import ConfigurationError
-from asyncloader.online.handle import Facts, FeedHandle
-from asyncloader.online.keys import Sample, SampleKey, Steps, StepsDataset
+from asyncloader.online.handle import FeedHandle
+from asyncloader.online.keys import FeedBatches, FeedSamples, Sample
 from asyncloader.online.ledger import FeedOrder, OnStale, Rules
 from asyncloader.online.link import Link
 from asyncloader.online.producers import Producers
-from asyncloader.online.server import FeedServer
+from asyncloader.online.server import FeedServer, SampleKey, servers
 from asyncloader.online.stats import FeedStats
-from asyncloader.plain import unplain
+from asyncloader.protocols import SuppliesKeys
 
 T = TypeVar("T")
-_servers: WeakSet[FeedServer] = WeakSet()
 _BATCHES_WITHOUT_BOUND = 4
 _LOOKS, _LOOK_EVERY_S = 3, 0.1  # so often nobody was seen to do anything but wait
 
@@ -48,11 +45,10 @@ _CHECKS = {
     "max_uses": Annotated[int, Least(1)],
     "max_retries": Annotated[int, Least(0)],
     "seed": Annotated[int, Least(0)],
-    "num_replicas": Annotated[int | None, Least(1)],
 }
 
 
-class Feed(Producers, StepsDataset[T]):
+class Feed(Producers, SuppliesKeys[T]):
     """A dataset of samples that producers make while training goes on.
 
     Give it to a :class:`~asyncloader.DataLoader` without batch size and sampler: it brings its batches. Producers are
@@ -63,15 +59,14 @@ class Feed(Producers, StepsDataset[T]):
     States of the loader contain that of the feed, as of the batches that the loader has given: samples that wait, items
     that are not settled, and the place in the source. `state_dict` returns it alone.
 
-    The ranks of a process group share one feed: see ``num_replicas``. A step is a batch for each of them, dealt at once
-    from the same samples: as many batches on each rank, of equal cost, and none of them empty.
+    A feed is for one loader, in the process that has made it. In data-parallel training each rank has its own feed.
 
     Args:
         source: Items to lease, prompts for example: an iterable, an async one, or a function that returns one. It is
             read ahead in a thread, whose event loop is not the caller's; whoever leases waits until an item has come.
             If the source has `state_dict` and `load_state_dict`, states have its state; otherwise they have the number
             of its items that were leased, which a resumed run leaves out. None: producers put samples without leases.
-        batch_size: Samples of a batch, on each rank.
+        batch_size: Samples of a batch.
         group_size: Samples that are put, and trained, together; they are in one batch, side by side. None: single ones.
         max_staleness: How many versions older than the weights a sample may be when its batch is asked for. Producers
             wait while what they would make could become older, and the trainer waits for a slow producer whose sample
@@ -91,16 +86,6 @@ class Feed(Producers, StepsDataset[T]):
         lease_timeout: How long a producer may have a lease, in seconds; then the item is leased again. None: for ever.
         drop_last: Do not train what fills no batch at the end.
         seed: Seeds a random order.
-        num_replicas: How many ranks take their batches from this feed: `FeedHandle.for_rank`. None: one loader, in this
-            process, is given the feed itself.
-        step_timeout: How long ranks wait for their batches of a step, in seconds; then all of them get a RanksError
-            that says for whom they waited. None: for ever. By default longer than a lease, so that what a producer
-            that hangs has leased is made by another one first.
-        spill: Folder, of this run, that what is put is written to before `put` returns. If the process is
-            killed, a feed with the same folder has all of it, whichever state it goes on from: what was put after the
-            state is not made again. `trim` deletes what a saved state makes superfluous. The files survive the process;
-            there is no fsync, so a machine that loses power may lose the last ones. A folder belongs to one source;
-            that of another one is refused. Only read a folder that you trust: it has pickles.
         fn: Makes of a `Sample` what is collated, in a worker of the loader. By default it is what was put.
 
     Raises:
@@ -135,19 +120,17 @@ class Feed(Producers, StepsDataset[T]):
         lease_timeout: float | None = 1800.0,
         drop_last: bool = False,
         seed: int = 0,
-        num_replicas: int | None = None,
-        step_timeout: float | None = 3600.0,
-        spill: str | PathLike[str] | None = None,
         fn: Callable[[Sample[Any]], T] | None = None,
     ) -> None:
         rules = _rules({name: value for name, value in locals().items() if name not in ("self", "__class__")})
-        limits = lease_timeout, spill, num_replicas, None if num_replicas is None else step_timeout
-        server = self._server = FeedServer(source, rules, group_size, *limits)
-        steps = Steps(lambda: server, lambda: server, 0, batch_size, server.identity)  # no circle with this
-        super().__init__(steps, fn)
-        self.group_size = group_size
-        self._num_replicas = num_replicas
-        _servers.add(self._server)
+        self._server = FeedServer(source, rules, group_size, lease_timeout)
+        self.batch_size, self.group_size, self.fn = batch_size, group_size, fn
+
+    def __getitem__(self, key: SampleKey) -> T:
+        return FeedSamples(self.fn)[key]
+
+    def __reduce__(self) -> Any:
+        return FeedSamples, (self.fn,)
 
     def _link(self) -> Link:
         return self._server
@@ -163,8 +146,7 @@ class Feed(Producers, StepsDataset[T]):
         Raises:
             FeedClosedError: if the feed is closed.
         """
-        address = self._server.open_door().path
-        return FeedHandle(Facts(address, os.geteuid(), self.batch_size, self._num_replicas, self._server.identity))
+        return FeedHandle(self._server.open_door().path, os.geteuid(), bool(self._server.identity["has_source"]))
 
     def close(self, reason: str = "it was closed") -> None:
         """Take no more samples, and lease no more items; wake all who wait. What is there still goes to the trainer.
@@ -189,16 +171,29 @@ class Feed(Producers, StepsDataset[T]):
         return self._server.stats()
 
     def make_batch_sampler(self) -> Sampler[list[SampleKey]]:
-        """Return the sampler of the feed's batches.
+        """Return the sampler of the feed's batches."""
+        return FeedBatches(self._server, self.batch_size)
+
+    def name(self, key: SampleKey) -> tuple[int, int]:
+        """Return the number of the unit of a sample, and its place in that."""
+        return key[:2]
+
+    def check_options(self, options: Any) -> None:
+        """See that a loader follows a feed: batches come in turn, groups are whole.
 
         Raises:
-            ConfigurationError: if they are dealt to ranks.
+            ConfigurationError: if it does not.
         """
-        if self._num_replicas is not None:
+        if not options.in_order:
             raise ConfigurationError(
-                "this feed has num_replicas: give the loader of each rank feed.handle().for_rank(rank)"
+                "in_order=False has no place in a feed: which samples are trained is known by how many batches were "
+                "given"
             )
-        return super().make_batch_sampler()
+        if self.group_size is not None and options.on_error != "raise":
+            raise ConfigurationError(
+                f"on_error={options.on_error!r} would tear a group of {self.group_size} samples (group_size) apart: "
+                "catch the error in fn"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of the batches that consumers were given. It is in states of the loader.
@@ -206,38 +201,22 @@ class Feed(Producers, StepsDataset[T]):
         Samples that wait, and items that are not settled, are in it, as they are. If these are numbers, strings,
         tensors and containers of them, and the source's state is, ``torch.load(file, weights_only=True)`` reads it.
         They are copied while the feed goes on: change no sample that was put.
-
-        Raises:
-            ConfigurationError: if batches are dealt to ranks: the loader of a rank knows what that was given.
         """
-        if self._num_replicas is not None:
-            raise ConfigurationError("this feed has num_replicas: take the state of the loader of a rank")
-        return self._steps.state_at(self._steps.readers, self._steps.given())
+        return self._server.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is. Leases that were given out before have ended.
 
-        Items whose samples were put after the state are leased again, unless these were spilled.
+        Items whose samples were put after the state are leased again.
 
         Raises:
             StateMismatchError: if the state is of something else; or if samples wait that were put without leases and
-                are not in the state: they would be lost, unless they were spilled.
+                are not in the state: they would be lost.
         """
-        self._steps.load_state_dict(state)
+        self._server.load(state)
 
-    def trim(self, state: dict[str, Any]) -> None:
-        """Delete what was spilled, and is not needed to go on from a state, or a later one: call it when that is saved.
-
-        What was spilled since the last call stays until the next one. After `close` this does nothing: another feed may
-        have the folder.
-
-        Args:
-            state: A state of the feed, or of the loader.
-
-        Raises:
-            StateMismatchError: if the state is of something else.
-        """
-        self._server.trim(unplain(state["samplers"])["sampler"] if "samplers" in state else state)
+    def _state_identity(self) -> dict[str, Any]:
+        return self._server.identity
 
 
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Feed.__init__).parameters.items()}
@@ -254,7 +233,7 @@ def _rules(given: dict[str, Any]) -> Rules:
         if (check := check_of(kind)) is not None:
             check(name, given[name])
     fn = given["fn"]
-    for name in ("max_cost", "lease_timeout", "step_timeout"):
+    for name in ("max_cost", "lease_timeout"):
         if given[name] is not None and not given[name] > 0:
             raise ConfigurationError(f"{name} should be a number above 0, or None, but is {given[name]!r}")
     if fn is not None and not callable(fn):
@@ -263,19 +242,13 @@ def _rules(given: dict[str, Any]) -> Rules:
     for name in ("batch_size", "max_samples"):
         if given[name] is not None and given[name] % group:
             raise ConfigurationError(f"{name} should be a multiple of group_size, {group}, but is {given[name]}")
-    ranks = given["num_replicas"] or 1
-    if given["num_replicas"] is None and given["step_timeout"] != _DEFAULTS["step_timeout"]:
-        raise ConfigurationError("step_timeout is for ranks (num_replicas); a loader has its own timeout")
-    if given["num_replicas"] is not None and fn is not None:
-        raise ConfigurationError("with num_replicas, give fn to for_rank: it runs there")
-    size, staleness = given["batch_size"] // group * ranks, given["max_staleness"]
+    size, staleness = given["batch_size"] // group, given["max_staleness"]
     limit = (_BATCHES_WITHOUT_BOUND if staleness is None else staleness * steps + 1) * size
     if most is not None:
         limit = most // group if staleness is None else min(limit, most // group)
     if limit < size:
         raise ConfigurationError(
             f"a batch of {given['batch_size']} samples could never be formed: max_samples should be at least batch_size"
-            + ("" if ranks == 1 else f", for each of {ranks} ranks")
         )
     if given["source"] is None:
         for name in _OF_LEASES:
@@ -284,12 +257,12 @@ def _rules(given: dict[str, Any]) -> Rules:
         if given["on_stale"] == "recycle":
             raise ConfigurationError('on_stale="recycle" has no effect without source: no items can be leased again')
     same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last", "seed")
-    return Rules(size, limit, staleness, steps, ranks=ranks, **{name: given[name] for name in same})
+    return Rules(size, limit, staleness, steps, **{name: given[name] for name in same})
 
 
 def _end_untrained() -> None:
     """At the end of the main thread: the interpreter waits for other threads, and those may all wait for a trainer."""
-    if not all(server.has_begun for server in threads.copied(_servers)):
+    if not all(server.has_begun for server in threads.copied(servers.values())):
         with contextlib.suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread any more
             threading.Thread(target=_watch_producers, name="asyncloader feeds", daemon=True).start()
 
@@ -299,13 +272,13 @@ def _watch_producers() -> None:
     while looks < _LOOKS:
         pause.wait(_LOOK_EVERY_S)
         looks = looks + 1 if _all_produce() else 0
-    for server in threads.copied(_servers):
+    for server in threads.copied(servers.values()):
         server.end_untrained()
 
 
 def _all_produce() -> bool:
     """Whether all threads that the interpreter waits for wait for room in feeds, or for leases."""
-    waiting = {thread for server in threads.copied(_servers) for thread in server.waiting_threads()}
+    waiting = {thread for server in threads.copied(servers.values()) for thread in server.waiting_threads()}
     main = threading.main_thread()
     return all(each.daemon or each is main or each in waiting for each in threading.enumerate())
 

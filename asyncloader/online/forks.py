@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol, TypeVar
+from socket import socket
 
-
-class Closes(Protocol):
-    """Something with a descriptor of the system: a socket, or a file without a buffer."""
-
-    def close(self) -> None:
-        """Close it."""
-
-
-C = TypeVar("C", bound=Closes)
-_of_this_process: weakref.WeakSet[Closes] = weakref.WeakSet()
+_of_this_process: weakref.WeakSet[socket] = weakref.WeakSet()
 _ancestors = 0  # of this process, back to the one that has imported this module
 
 
-def keep_from_forks(descriptor: C) -> C:
-    """Return a socket, or file, that forks of this process will not have.
-
-    Otherwise a fork would hold it when this process has ended: the other side of a socket would not see its end, and
-    the lock of a file would go on.
-    """
-    _of_this_process.add(descriptor)
-    return descriptor
+def keep_from_forks(sock: socket) -> socket:
+    """Return a socket that forks of this process will not have: otherwise the other side would not see its end."""
+    _of_this_process.add(sock)
+    return sock
 
 
 def generation() -> int:
@@ -37,8 +24,8 @@ def generation() -> int:
 def _begin_in_child() -> None:
     global _ancestors
     _ancestors += 1
-    for descriptor in tuple(_of_this_process):
-        descriptor.close()
+    for sock in tuple(_of_this_process):
+        sock.close()
     _of_this_process.clear()
 
 

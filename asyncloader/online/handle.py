@@ -1,7 +1,7 @@
-"""Handle: a feed, as producers and ranks in other processes of the machine see it.
+"""Handle: a feed, as producers in other processes of the machine see it.
 
-    producers, ranks ── number, call ──> the feed's door      one connection in each process, made when it is needed
-                     <── answers, on an event loop in a thread of the connection's own
+    producers ── number, call ──> the feed's door      one connection in each process, made when it is needed
+              <── answers, on an event loop in a thread of the connection's own
 
 The handle is pickled to other processes, as an argument of theirs.
 """
@@ -12,45 +12,22 @@ import asyncio
 import socket
 import threading
 import weakref
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from asyncloader import threads
-from asyncloader.errors import ConfigurationError
 from asyncloader.online.errors import closed
 from asyncloader.online.forks import generation, keep_from_forks
-from asyncloader.online.keys import RankFeed, Sample, Steps
 from asyncloader.online.link import Leased, Link, Request
 from asyncloader.online.producers import Producers
 from asyncloader.online.wire import Channel, Unreadable, peer
-
-T = TypeVar("T")
-
-
-class Facts(NamedTuple):
-    """What a handle knows of its feed.
-
-    Attributes:
-        address: The path of its socket.
-        user: Whose process it is in.
-        batch_size: Samples of a batch.
-        num_replicas: Its ranks, if it has some.
-        identity: For states.
-    """
-
-    address: str
-    user: int
-    batch_size: int
-    num_replicas: int | None
-    identity: dict[str, Any]
 
 
 class Connection:
     """The connection of a handle in one process: a `Link`.
 
     Args:
-        facts: Of the feed.
+        address: The path of the feed's socket.
+        user: In whose process the feed is.
 
     Raises:
         FeedClosedError: if there is no feed.
@@ -60,14 +37,14 @@ class Connection:
         version: The version of the weights when the last answer was sent.
     """
 
-    def __init__(self, facts: Facts) -> None:
-        self.address, self.version = facts.address, -1
+    def __init__(self, address: str, user: int) -> None:
+        self.address, self.version = address, -1
         self._requests: dict[int, Request] = {}
         self._is_over, self._process = False, generation()
         sock = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            sock.connect(facts.address)
-            if peer(sock) != facts.user:  # somebody else's, in the place of one that was
+            sock.connect(address)
+            if peer(sock) != user:  # somebody else's, in the place of one that was
                 raise PermissionError(f"the process of user {peer(sock)} listens there")
         except OSError as error:
             sock.close()
@@ -108,10 +85,6 @@ class Connection:
         """Have what is leased be leased again: what a call of this number has leased."""
         self._channel.send(Request().number, ("withdraw", lease, failed))
 
-    def leave(self, key: str) -> None:
-        """Note that the reader is gone whose connection this is."""
-        self.close()
-
     def close(self) -> None:
         """End the connection, which gives the leases of this process back. Not in a fork of the process."""
         if self._process == generation():
@@ -150,33 +123,13 @@ class FeedHandle(Producers):
         FeedClosedError: on use, if there is no feed behind it any more.
     """
 
-    def __init__(self, facts: Facts) -> None:
-        self._facts = facts
+    def __init__(self, address: str, user: int, has_source: bool) -> None:
+        self._address, self._user, self._has_source = address, user, has_source
         self._lock, self._process = threading.Lock(), generation()
         self._connection: Connection | None = None
 
     def __reduce__(self) -> Any:
-        return FeedHandle, (self._facts,)
-
-    def for_rank(self, rank: int, fn: Callable[[Sample[Any]], T] | None = None) -> RankFeed[T]:
-        """Return the batches of a rank, of a feed that has ``num_replicas``, as a dataset for its loader.
-
-        Args:
-            rank: From 0 to ``num_replicas`` - 1.
-            fn: Makes of a `Sample` what is collated, in a worker of the loader. By default it is what was put.
-
-        Raises:
-            ConfigurationError: if the feed has no such rank.
-        """
-        count = self._facts.num_replicas
-        if count is None:
-            raise ConfigurationError("the feed was made without num_replicas: its batches are not dealt to ranks")
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < count:
-            raise ConfigurationError(f"rank should be an integer from 0 to {count - 1}, but is {rank!r}")
-        # A reader has a connection of its own, because the thread that has an answer tells the reader's run of it, and
-        # would wait there for those who wait for other answers.
-        connect = partial(Connection, self._facts)
-        return RankFeed(Steps(self._link, connect, rank, self._facts.batch_size, self._facts.identity), fn)
+        return FeedHandle, (self._address, self._user, self._has_source)
 
     def close(self) -> None:
         """End the connection of this process."""
@@ -186,13 +139,13 @@ class FeedHandle(Producers):
                 self._connection = None
 
     def _check_source(self) -> None:
-        self._check_has_source(self._facts.identity["has_source"])
+        self._check_has_source(self._has_source)
 
     def _link(self) -> Link:
         if self._process != generation():  # a thread that is not in this fork may have had the lock
             self._lock, self._connection, self._process = threading.Lock(), None, generation()
         with self._lock:
             if self._connection is None:
-                self._connection = Connection(self._facts)
+                self._connection = Connection(self._address, self._user)
                 weakref.finalize(self, self._connection.close)
             return self._connection

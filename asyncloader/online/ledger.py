@@ -23,14 +23,13 @@ The last batch j for which that is at most u + max_staleness is the deadline of 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, Literal, NamedTuple
 
-from asyncloader.online.dealing import deal
 from asyncloader.online.errors import LeaseLostError
 from asyncloader.seeding.hashing import mix
 
@@ -45,7 +44,7 @@ class Rules(NamedTuple):
     """The rules of a ledger.
 
     Attributes:
-        size: Units of a batch: of those of all ranks together, which are a step.
+        size: Units of a batch.
         limit: Units that may be unsettled at once.
         max_staleness: Versions that a unit may be old when it is trained; None for any.
         steps: Batches that a version is trained with.
@@ -54,11 +53,10 @@ class Rules(NamedTuple):
         window: A unit that is leased or pending is not overtaken by those whose number is higher by so much; None: by
             any.
         max_uses: How often a unit is trained.
-        max_cost: The most that units of a batch cost together, on each rank; None for no bound.
+        max_cost: The most that units of a batch cost together; None for no bound.
         max_retries: How often a unit is leased again after a failure.
         drop_last: Units that fill no batch at the end are not trained.
         seed: Tells one random order from another.
-        ranks: How many ranks a batch is dealt to.
     """
 
     size: int
@@ -73,7 +71,6 @@ class Rules(NamedTuple):
     max_retries: int = 3
     drop_last: bool = False
     seed: int = 0
-    ranks: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +80,6 @@ class Unit:
     Attributes:
         id: Ascending in the order in which units were leased or put.
         item: The item that the source gave; `NOTHING` for a unit that was put without a lease.
-        number: The number of the item in the source, or among those that were put without a lease.
         samples: The samples that were put; empty before, and afterwards.
         version: The version of the weights that made it, or of its lease.
         cost: The cost of all its samples.
@@ -95,7 +91,6 @@ class Unit:
 
     id: int
     item: Any = NOTHING
-    number: int = 0
     samples: Sequence[Any] = ()
     version: int = 0
     cost: float = 0.0
@@ -113,6 +108,7 @@ class Ledger:
 
     Attributes:
         version: The version of the weights.
+        next_id: The id of the next unit.
         formed: How many batches were formed.
         done: How many of these were trained: the consumer has asked for the one that follows.
         units: All that are not settled, by id.
@@ -128,7 +124,7 @@ class Ledger:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.version = 0
-        self.formed = self.done = 0
+        self.next_id = self.formed = self.done = 0
         self.units: dict[int, Unit] = {}
         self.pending: deque[Unit] = deque()
         self.source_over = self.closed = self.ended = False
@@ -138,7 +134,7 @@ class Ledger:
         self._ready: dict[int, Unit] = {}  # by id, in the order in which they came
         self._bag = _Bag()  # of those, where the order is random
         self._batches: deque[list[Unit]] = deque()  # from number `done` on
-        self._next_id = self._next_lease = 0
+        self._next_lease = 0
         self._choice: list[Unit] | None = None  # the next batch, if that is known
         # Units that were not trained yet, by version.
         self._new_ready: Counter[int] = Counter()
@@ -184,9 +180,9 @@ class Ledger:
             return False  # they may become too old, those of batches if the loop is left
         return self.ended or (self.source_over and not (self.pending or self._running))
 
-    def lease(self, item: Any = NOTHING, number: int = 0) -> Unit:
+    def lease(self, item: Any = NOTHING) -> Unit:
         """Lease an item of the source, where there is room; without one, the first unit that is pending."""
-        unit = self.pending.popleft() if item is NOTHING else self._admit(item, number)
+        unit = self.pending.popleft() if item is NOTHING else self._admit(item)
         unit.version, unit.lease = self.version, self._next_lease
         self._next_lease += 1
         self._running[unit.lease] = unit
@@ -207,18 +203,15 @@ class Ledger:
             )
         return unit
 
-    def put(
-        self, samples: list[Any], version: int, cost: float, priority: float, lease: int | None = None, number: int = 0
-    ) -> Unit:
+    def put(self, samples: list[Any], version: int, cost: float, priority: float, lease: int | None = None) -> None:
         """Take the samples of a unit: of a lease, or new ones, where there is room.
 
         Raises:
             LeaseLostError: if the lease has ended.
         """
-        unit = self._admit(NOTHING, number) if lease is None else self._end_lease(lease)
+        unit = self._admit(NOTHING) if lease is None else self._end_lease(lease)
         unit.samples, unit.version, unit.cost, unit.priority = samples, version, cost, priority
         self._accept(unit)
-        return unit
 
     def drop(self, lease: int) -> None:
         """Settle the unit of a lease without samples.
@@ -239,9 +232,9 @@ class Ledger:
         else:
             self.pending.append(unit)
 
-    def _admit(self, item: Any, number: int) -> Unit:
-        unit = self.units[self._next_id] = Unit(self._next_id, item, number)
-        self._next_id += 1
+    def _admit(self, item: Any) -> Unit:
+        unit = self.units[self.next_id] = Unit(self.next_id, item)
+        self.next_id += 1
         return unit
 
     def _end_lease(self, lease: int) -> Unit:
@@ -459,21 +452,11 @@ class Ledger:
         return {number: ready[number] for number in self._bag.ids} if self.rules.order == "random" else ready
 
     def _within_cost(self, units: list[Unit]) -> list[Unit]:
-        """Return the first units that cost no more together than a batch may; one for each rank in any case."""
+        """Return the first units that cost no more together than a batch may; one in any case."""
         if (most := self.rules.max_cost) is None:
             return units
-
-        def is_beyond(count: int) -> bool:
-            return any(sum(unit.cost for unit in part) > most for part in self.dealt(units[:count]))
-
-        least = min(len(units), self.rules.ranks)
-        return units[: least + bisect_left(range(least + 1, len(units) + 1), True, key=is_beyond)]
-
-    def dealt(self, batch: list[Unit]) -> list[list[Unit]]:
-        """Return what each rank gets of a batch."""
-        rules = self.rules
-        parts = deal([unit.cost for unit in batch], rules.ranks, rules.size // rules.ranks)
-        return [[batch[place] for place in part] for part in parts]
+        costs = [*accumulate(unit.cost for unit in units)]
+        return units[: max(1, bisect_right(costs, most))]
 
     # ------------------------------------------------------------------------------------------------------- states
 
@@ -494,7 +477,7 @@ class Ledger:
         return {
             "done": self.done + len(trained),
             "version": self.version,
-            "next_id": self._next_id,
+            "next_id": self.next_id,
             "source_over": self.source_over,
             "counts": dict(counts),
             "ages": dict(self.ages),
@@ -504,7 +487,7 @@ class Ledger:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is. Leases that were given out before have ended."""
-        self.version, self._next_id, self.source_over = state["version"], state["next_id"], state["source_over"]
+        self.version, self.next_id, self.source_over = state["version"], state["next_id"], state["source_over"]
         self.counts, self.ages = Counter(state["counts"]), Counter(state["ages"])
         self.units = {
             written[0]: Unit(written[0], *written[1] or (NOTHING,), *written[2:]) for written in state["units"]
@@ -568,7 +551,6 @@ def _written(unit: Unit, was_used: bool) -> tuple[Any, ...]:
     return (
         unit.id,
         item,
-        unit.number,
         unit.samples,
         unit.version,
         unit.cost,

@@ -71,9 +71,6 @@ class Link(Protocol):
     def give_back(self, lease: int, *, failed: bool) -> None:
         """Have what is leased be leased again. Also inside the garbage collector."""
 
-    def leave(self, key: str) -> None:
-        """Note that a reader is gone. Also inside the garbage collector."""
-
 
 class Leased:
     """What is leased. When the last reference goes, it is given back, unless it was settled.

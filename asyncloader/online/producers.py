@@ -267,6 +267,19 @@ class Lease:
         made = samples, self.version if version is None else version, cost, priority
         return self._put_async(made) if self._is_async else self._settle(made)
 
+    def renew(self) -> Any:
+        """Have the time limit of the lease begin again. A task awaits it.
+
+        Called now and then while a sample is made, it tells early that the work is in vain.
+
+        Raises:
+            LeaseLostError: if the lease has ended.
+        """
+        lease = self._held().lease
+        if self._is_async:
+            return self._producers._answer(Request(), bool, "renew", lease)
+        return self._producers._answer_sync("renew", lease)
+
     def drop(self) -> None:
         """Settle the item without samples.
 

@@ -2,11 +2,10 @@
 
     python -m tests.online.chaos --runs 100 [--seed 7]
 
-A trainer writes states and spills; whenever it is killed, another one goes on from the last state. Most deaths come a
-moment after some steps, so that states have batches in flight. What has to hold:
+A trainer writes states; whenever it is killed, another one goes on from the last state. Most deaths come a moment after
+some steps, so that states have batches in flight. What has to hold:
 
 - in the history that the states make, each item is trained exactly once;
-- no item is leased again after its put was acknowledged;
 - the trainer comes to its end.
 """
 
@@ -44,7 +43,6 @@ class Play(NamedTuple):
     tasks: int
     processes: int
     save_every: int
-    trims: bool
     pace_s: float
     step_s: float
     producers_die: bool
@@ -79,12 +77,10 @@ async def produce(source: Any, play: Play, seed: int) -> None:
     async for item in source.leases():
         with suppress(ZeroDivisionError):
             async with item:
-                note(play, "leased", item.value)
                 await asyncio.sleep(draws.expovariate(1) * play.pace_s)
                 if draws.random() < 0.1:
                     raise ZeroDivisionError
                 await item.put(item.value)
-                note(play, "put", item.value)
 
 
 def produce_elsewhere(handle: FeedHandle, play: Play, seed: int, dies_after_s: float | None) -> None:
@@ -99,7 +95,7 @@ async def train(play: Play, seed: int, die_after: int | None) -> None:
     """Go on from the last state, to the end, or die a moment after so many steps."""
     feed = Feed(
         range(ITEMS), batch_size=4, max_samples=24, max_staleness=play.max_staleness, on_stale="keep",
-        max_retries=10**6, spill=play.folder / "spill", fn=Fragile(play, os.getpid()),
+        max_retries=10**6, fn=Fragile(play, os.getpid()),
     )  # fmt: skip
     loader, step = DataLoader(feed, num_workers=play.num_workers, prefetch_factor=play.prefetch_factor), 0
     if (play.folder / "state").exists():
@@ -123,8 +119,6 @@ async def train(play: Play, seed: int, die_after: int | None) -> None:
             state = loader.state_dict()
             (play.folder / "new").write_bytes(pickle.dumps((step, state)))
             (play.folder / "new").replace(play.folder / "state")
-            if play.trims:
-                feed.trim(state)
     await asyncio.gather(*tasks)
     note(play, "end")
 
@@ -137,16 +131,11 @@ def be_trainer(play: Play, seed: int, die_after: int | None) -> None:
 def check(history: list[list[str]]) -> str:
     """Return what does not hold; nothing if all does."""
     trained: dict[int, list[int]] = {}
-    put: set[str] = set()
     for kind, *words in history:
         if kind == "begin":
             trained = {step: values for step, values in trained.items() if step < int(words[0])}
         elif kind == "trained":
             trained[int(words[0])] = [*map(int, words[1:])]
-        elif kind == "put":
-            put.add(words[0])
-        elif kind == "leased" and words[0] in put:
-            return f"item {words[0]} was leased again after its put"
     values = sorted(value for batch in trained.values() for value in batch)
     if values != [*range(ITEMS)]:
         lost, twice = set(range(ITEMS)) - set(values), {value for value in values if values.count(value) > 1}
@@ -166,7 +155,6 @@ def play_one(seed: int, folder: Path) -> str:
         tasks=draws.randint(0, 3),
         processes=draws.randint(1, 2),
         save_every=draws.randint(1, 4),
-        trims=draws.random() < 0.7,
         pace_s=draws.choice([0.0, 0.0, 0.002, 0.01]),
         step_s=draws.choice([0.0, 0.005, 0.01]),
         producers_die=draws.random() < 0.5,

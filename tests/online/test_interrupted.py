@@ -216,3 +216,24 @@ def test_an_interrupt_while_the_source_takes_its_time() -> None:
         lease(feed)
     goes_on.set()
     assert rest_of(feed) == [*range(ITEMS)]
+
+
+def test_an_iterator_that_was_interrupted_goes_on(one_in: int) -> None:
+    """It does not wait for a batch that it has not asked for; none is left out, and none comes twice."""
+    readers: dict[Feed[Any], Any] = {}
+
+    def make() -> Feed[Any]:
+        feed: Feed[Any] = Feed(batch_size=1, max_samples=2)
+        for number in range(2):
+            feed.put_nowait(number)
+        readers[feed] = iter(feed.make_batch_sampler())
+        return feed
+
+    for moment, feed in each_moment(lambda feed: next(readers[feed]), make, one_in):
+        keys = readers.pop(feed)
+        taken = keys.number
+        seen: list[Any] = []
+        reading = threading.Thread(target=lambda keys=keys, seen=seen: seen.append(next(keys)), daemon=True)
+        reading.start()
+        reading.join(20)
+        assert [key[4] for batch in seen for key in batch] == [taken], moment

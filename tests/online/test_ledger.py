@@ -28,7 +28,7 @@ def check(ledger: Ledger) -> None:
     assert ledger._new_running == Counter(unit.version for unit in ledger._running.values())
     assert ledger._new_ready == Counter(unit.version for unit in ledger._ready.values() if not unit.uses)
     settled = ("trained", "stale", "dropped", "failed")
-    assert ledger._next_id == len(ledger.units) + sum(ledger.counts[name] for name in settled)
+    assert ledger.next_id == len(ledger.units) + sum(ledger.counts[name] for name in settled)
 
 
 class Play(RuleBasedStateMachine):
@@ -103,7 +103,7 @@ class Play(RuleBasedStateMachine):
         """A sample comes without a lease."""
         ledger = self.ledger
         if ledger.has_room and not (ledger.closed or ledger.ended):
-            ledger.put([ledger._next_id], ledger.version, 1, priority)
+            ledger.put([ledger.next_id], ledger.version, 1, priority)
 
     @rule(data=st.data(), failed=st.booleans())
     def give_back(self, data: st.DataObject, failed: bool) -> None:
