@@ -295,17 +295,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         runs.loaded = None
         return iterator
 
-    def remaining(self) -> int:
-        """Return how many batches the run that is going on has yet to give; all of them between two runs.
-
-        ``len(loader)`` is that of a whole run, also while one goes on that was resumed in its middle: a progress bar
-        for that begins at ``len(loader) - loader.remaining()``.
-
-        Raises:
-            TypeError: if the loader has no length.
-        """
-        return self._runs.remaining(len(self), self._loader_options)
-
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next: to samplers, batch samplers and the dataset that have a method of this name.
 

@@ -22,7 +22,6 @@ from typing import Any
 
 from asyncloader.observe.meter import Meter
 from asyncloader.run.checkpoint import Checkpointer
-from asyncloader.run.state import LoaderState
 
 log = logging.getLogger("asyncloader")
 
@@ -51,7 +50,7 @@ class RunRecord:
 
     Attributes:
         checkpointer: Makes its states.
-        resumed: How far the state was that it has begun from, if that was in the middle of a run.
+        is_resumed: It has begun from a state of the middle of a run.
         beside: The runs whose iterators were alive when it began.
         meter: Counts what happens in it; None before it is made.
         iterator: Returns the iterator that the trainer holds; None if that is gone.
@@ -60,11 +59,9 @@ class RunRecord:
         gone_at: The moment at which its iterator was found not to be alive; None while it is.
     """
 
-    def __init__(
-        self, checkpointer: Checkpointer, resumed: LoaderState | None, beside: Sequence[RunRecord], now: int
-    ) -> None:
+    def __init__(self, checkpointer: Checkpointer, *, is_resumed: bool, beside: Sequence[RunRecord], now: int) -> None:
         self.checkpointer = checkpointer
-        self.resumed = resumed
+        self.is_resumed = is_resumed
         self.beside = tuple(beside)
         self.meter: Meter | None = None
         self.iterator: Callable[[], Any] = _nobody
@@ -112,7 +109,7 @@ class CurrentRun:
         self._now = 0
         self._warned = warned
 
-    def begin(self, checkpointer: Checkpointer, resumed: LoaderState | None) -> None:
+    def begin(self, checkpointer: Checkpointer, *, is_resumed: bool) -> None:
         """Note a run that begins."""
         last = self.record()
         self._look()
@@ -120,7 +117,7 @@ class CurrentRun:
             self._warn_if_used_up(last)
         beside = [each for each in self.records if each.gone_at is None]
         self._now += 1
-        self.records = (*beside, RunRecord(checkpointer, resumed, beside, self._now))
+        self.records = (*beside, RunRecord(checkpointer, is_resumed=is_resumed, beside=beside, now=self._now))
 
     def hand_on(self, iterator: Any) -> None:
         """Note the iterator that the trainer holds of the newest run: the loader's own one, or another one around it.
@@ -180,7 +177,7 @@ class CurrentRun:
         return (newest, [last]) if was_a_look else (last, [newest])
 
     def _warn_if_used_up(self, last: RunRecord) -> None:
-        if last.resumed is not None and not last.has_ended:
+        if last.is_resumed and not last.has_ended:
             self._warn(_USED_UP, last.given)
 
     def _refer_to(self, iterator: Any, record: RunRecord) -> Callable[[], Any]:

@@ -363,25 +363,6 @@ def keeps_place(index_sampler: Any) -> bool:
     return sampler is not None and not is_elastic(sampler) and probe(sampler, "keys_arrive") is not True
 
 
-def left_after(index_sampler: Any, state: LoaderState) -> int | None:
-    """Return how many batches are left after a loader's state of any division; None if the sampler cannot say."""
-    sampler = stateful_sampler(index_sampler)
-    count, states = probe(sampler, "left_after"), unplain(state.samplers)
-    if not callable(count) or states is None or states["sampler"] is None or state.drawn:
-        return None
-    next_epoch = None
-    if state.passes:  # the state is of an epoch before
-        epochs = dict(zip(map(id, samplers_within(index_sampler)), state.set_epochs, strict=False))
-        if state.position or (next_epoch := epochs.get(id(sampler))) is None:
-            return None
-    left: int = count(states["sampler"], next_epoch)
-    if sampler is index_sampler:
-        return left
-    if type(index_sampler) is not BatchSampler:
-        return None
-    return left // index_sampler.batch_size if index_sampler.drop_last else -(-left // index_sampler.batch_size)
-
-
 def may_be_looked_at(index_sampler: Any) -> bool:
     """Whether the user may take a sampler's state beside the loader, and count on how far it is ahead of batches.
 

@@ -18,7 +18,7 @@ from asyncloader.observe.trace import Trace, shared_trace
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, initial_state
 from asyncloader.run.current_run import CurrentRun
-from asyncloader.run.plan import keeps_place, left_after, order_generators, since_preload
+from asyncloader.run.plan import keeps_place, order_generators, since_preload
 from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.run.set_epochs import SetEpochs
 from asyncloader.run.state import LoaderState
@@ -61,14 +61,13 @@ class Runs:
         self._meter: Meter | None = None
         self.loaded: LoaderState | None = None
         self._marks: list[Mark | None] = []  # of the generators when a state was loaded
-        self._left: tuple[LoaderState, int | None] | None = None  # after a state, on this rank
         self.set_epochs = SetEpochs()
         self.generator_keys = GeneratorKeys({}, {})
         self._trace: Trace | None = None
         self._number = next(_numbers) if is_in_step else None
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = dict.fromkeys(("_left", "_meter", "_trace", "_number"))
+        forgotten = dict.fromkeys(("_meter", "_trace", "_number"))
         anew = {
             "current": CurrentRun(self.warned),
             "past": deque(maxlen=_REMEMBERED),
@@ -137,55 +136,17 @@ class Runs:
         """The iterator over the run that is spoken of; None if that is gone, or there is no run."""
         return None if (record := self.current.record()) is None else record.iterator()
 
-    @property
-    def done(self) -> int:
-        """How many batches of the newest run are done with, or of the one that a loaded state goes on with."""
-        if self.loaded is not None:
-            return self.loaded.done
-        if (latest := self.latest) is None or latest.progress.finished:
-            return 0
-        now = latest.progress.now
-        return now.position + len(now.ahead)
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether a run is going on, or a loaded state is of the middle of one, if no batch of it is done with."""
-        if self.loaded is not None:
-            return not self.loaded.is_between_runs
-        return (latest := self.latest) is not None and not latest.progress.finished
-
     def begin(self, checkpointer: Checkpointer, state: LoaderState | None) -> None:
         """Note a run that begins, anew or from a state."""
-        resumed = None
         if state is not None:
             self.past.clear()
-            if not state.is_between_runs:
-                resumed = replace(state, workers=None)  # how far it was: states of datasets are not held for that
         self.begun = max(checkpointer.epoch + 1, 0 if state is None else state.begun)
-        self.current.begin(checkpointer, resumed)
+        self.current.begin(checkpointer, is_resumed=state is not None and not state.is_between_runs)
         if not checkpointer.options.is_iterable:
             for run in self.past:
                 if run.progress.asked_alone is None:
                     run.progress.asked_alone = run.progress.asked
             self.past.append(checkpointer)
-
-    def remaining(self, length: int, options: Callable[[], Options]) -> int:
-        """Return how many batches are left of the run that is spoken of, which has so many if it is a whole one.
-
-        Where the samples are divided anew at each resume, batches before it were of another size, perhaps, and the
-        epoch that is set now is another one: then what is left is counted from there.
-        """
-        if self.loaded is not None and self.set_epochs.of_another(self.loaded, options()) is not None:
-            return length
-        record, done, began = self.current.record(), self.done, self.loaded
-        if began is None and record is not None:
-            began = record.resumed
-        if began is not None and began.position <= done and (done or self._has_begun):
-            if self._left is None or self._left[0] is not began:
-                self._left = began, left_after(options().index_sampler, began)
-            if (left := self._left[1]) is not None:
-                return max(0, left + began.position - done)
-        return max(0, length - done)
 
     def load(self, state: LoaderState | None, options: Options) -> None:
         """Have the next run begin from a state that fits; None for the very first."""

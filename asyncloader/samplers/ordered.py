@@ -233,19 +233,6 @@ class ResumableSampler(Sampler[T_co], ABC):
         self._is_begun, self._is_announced = state["is_begun"], False
         self._begin_at(copy.copy(state["cursor"]))
 
-    def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int | None:
-        """Return how many items of this rank are left of an epoch after a state; None if it has no end.
-
-        Args:
-            state: Where the epoch is, of whichever number of ranks.
-            next_epoch: The epoch of the state is over, and this one is meant.
-        """
-        there = self._copy()
-        there.load_state_dict(state)
-        if next_epoch is not None:
-            there.set_epoch(next_epoch)
-        return there._left(there._run.start if next_epoch is None else there._beginning)
-
     def announce_reading(self) -> None:
         """Begin a reading, whose first item is read later: a loader that begins an epoch calls it."""
         if self._next is None:

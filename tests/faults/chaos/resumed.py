@@ -8,7 +8,6 @@ trainer has restored its generators.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import math
@@ -216,9 +215,6 @@ class Plan:
             if any(cut.who.endswith("elsewhere") for cut in self.cuts):
                 seen, whole = _batches_alone(seen), _batches_alone(whole)
             assert seen == whole, "after a cut: " + difference(seen, whole)
-            for epoch, taken, remaining in trainer.remaining:
-                left = len(whole[epoch]) - taken
-                assert remaining == left, f"after a cut: {remaining} are said to remain of epoch {epoch}, not {left}"
         return [
             *(f"{cut.where}: {cut.who}" for cut in at.values()),
             f"sampler: {self.sampling.name}" if self.kind != "stream" else "a stream",
@@ -284,10 +280,6 @@ class Trainer:
         library: Whose class of loaders it takes: torch's, which knows nothing of states, or ours.
         cuts: By epoch and moment.
         folder: Of the dataset and of states.
-
-    Attributes:
-        remaining: For each state that was loaded inside an epoch: that epoch, how many batches of it had come, and how
-            many remain as the loader says.
     """
 
     def __init__(
@@ -306,7 +298,6 @@ class Trainer:
         self._iterator: Any = None
         self._epochs: list[list[Any]] = []
         self._tells = True
-        self.remaining: list[tuple[int, int, int]] = []
 
     def train(self) -> list[list[Any]]:
         """Return for each epoch its batches: indices, what samples drew, and what the consumer drew afterwards."""
@@ -372,9 +363,6 @@ class Trainer:
                 self._load(state)
             else:
                 self._replace(cut)
-        if moment not in ("before", "over"):
-            with contextlib.suppress(TypeError):  # loaders without a length
-                self.remaining.append((epoch, len(self._epochs[epoch]), self._loader.remaining()))
         return True
 
     def _replace(self, cut: Cut) -> None:
