@@ -131,7 +131,7 @@ def test_of_past_and_resumed_epochs(name: str, num_workers: int) -> None:
 
 
 def test_the_short_last_batch() -> None:
-    """From its own state and from the one after it: samples before it are counted as they were."""
+    """From the states around it: samples before it are counted as they were."""
     loader = DataLoader(Plain(), 8, shuffle=True, seeding="sample")
     batches, states = [], []
     for batch in loader:
@@ -140,12 +140,12 @@ def test_the_short_last_batch() -> None:
     for state in states[-3:]:
         other = DataLoader(Plain(), 8, shuffle=True, seeding="sample")
         other.load_state_dict(state)
-        assert_again(other, 0, batches)
+        assert_again(other, 0, batches, state["position"])
 
 
 def test_before_a_state() -> None:
-    """A sampler with a state says what is lacking."""
-    loader = DataLoader(Plain(), 8, sampler=ElasticSampler(LENGTH))
+    """It says what is lacking."""
+    loader = DataLoader(Plain(), 8, shuffle=True)
     next(islice(loader, 3, None))
     state = loader.state_dict()
     loader.load_state_dict(state)
@@ -317,8 +317,9 @@ def test_rows_that_may_have_changed(make: Any, change: Any) -> None:
     """A sampler that holds rows is compared with a state, by their checksum, and taken from memory no batch of."""
     loader = DataLoader(Plain(), 8, sampler=make())
     iterator = iter(loader)
-    batches = [*islice(iterator, 3)]
+    batches = [next(iterator)]
     state = loader.state_dict()
+    batches += islice(iterator, 2)
     with pytest.raises(ConfigurationError, match="load a state of it"):
         loader.batch(0, 2)
     iterator.close()  # type: ignore[attr-defined]

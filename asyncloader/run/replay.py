@@ -1,7 +1,7 @@
 """A batch of a run by its number, made again, while nothing else moves.
 
-    epoch, number ──> a state of that run, moved there ──> begun on copies of samplers and generators ──> keys
-                                        keys, number, seeds ──> a run of this one batch, in one worker ──> batch
+    epoch, number ──> a state of that run ──> begun on copies of samplers and generators, read up to there ──> keys
+                                     keys, number, seeds ──> a run of this one batch, in one worker ──> batch
 
 A batch of a map-style dataset depends on its keys, its number and the seeds of its run. Keys come as they come at a
 resume (:mod:`asyncloader.run.run_start`), and the batch as any other, so there is one way to each, and a run notes
@@ -104,16 +104,14 @@ def _find(loader: Any, epoch: int, number: int) -> Found:
     check(state, twin._loader_options())  # what samplers hold may have changed since the state was loaded
     _copy_samplers(twin)
     options: Options = twin._loader_options()
-    samples = _samples_in_each(options)
-    has_to_count = options.knows_places and samples is None  # the samples of all batches before it
-    there = state.moved_to(state.position if has_to_count else number, samples)
-    if there.drawn < 0 or number < there.position:
+    if number < state.position:
         raise IndexError(
             f"batch {number} lies before the state that this run was resumed from, which is of batch "
             f"{state.position}: load one of epoch {epoch} that was saved before it"
         )
     with left_alone(_drawn_from(options)):
-        start = _begun(twin, options, there if has_to_count else _put(twin, there, options))
+        there = _put(twin, options, state, number)
+        start = _begun(twin, options, there)
         keys = next(islice(start.plan, number - there.position, None), _END)
     if keys is _END:
         raise IndexError(f"epoch {epoch} has no batch {number}; they are counted from 0")
@@ -128,13 +126,6 @@ def _whole(name: str, given: Any) -> int:
     if number < 0:
         raise IndexError(f"{name} is counted from 0, but got {number}")
     return number
-
-
-def _samples_in_each(options: Options) -> int | None:
-    """Return how many samples each batch has, but for the last one; None if they differ."""
-    if not options.auto_collation:
-        return 1
-    return options.index_sampler.batch_size if type(options.index_sampler) is BatchSampler else None
 
 
 def _past(runs: Runs, epoch: int) -> Checkpointer | None:
@@ -230,23 +221,23 @@ def _drawn_from(options: Options) -> list[Any]:
     return [*GLOBAL, *generators_of(options.dataset, options.collate_fn).values()]
 
 
-def _put(twin: Any, state: LoaderState, options: Options) -> LoaderState:
-    """Return a state whose sampler is at the batch, where its order can be looked at anywhere."""
-    index_sampler = options.index_sampler
+def _put(twin: Any, options: Options, state: LoaderState, number: int) -> LoaderState:
+    """Return the state at the batch, where the sampler's order can be looked at anywhere, so that nothing is drawn."""
+    index_sampler, by = options.index_sampler, number - state.position
     is_wrapped = type(index_sampler) is BatchSampler
     sampler = index_sampler.sampler if is_wrapped else index_sampler
-    if not isinstance(sampler, OrderedSampler) or state.samplers is None or (batches := state.drawn) == 0:
+    if not isinstance(sampler, OrderedSampler) or state.samplers is None or not by:
         return state
-    at_first = replace(state, drawn=0, position=0 if state.passes else state.position)
     with left_alone((*GLOBAL, *filter(None, [options.generator]))):  # the trainer may have set them for this run
-        next(_begun(twin, options, at_first).plan, None)  # now its newest iterator is that of this run
-    after = sampler.state_after(batches * (index_sampler.batch_size if is_wrapped else 1))
-    there = Frozen({"sampler": after, "iterator": None}).plain()
-    return replace(state, samplers=there, drawn=0, passes=[], finished=False)
+        next(_begun(twin, options, state).plan, None)  # now its newest iterator is that of this run
+    size = index_sampler.batch_size if is_wrapped else 1
+    after = Frozen({"sampler": sampler.state_after((state.drawn + by) * size), "iterator": None}).plain()
+    there = replace(state, samplers=after, drawn=0, passes=[], finished=False, position=number)
+    return there if state.sample < 0 else replace(there, sample=state.sample + by * size)
 
 
 def _begun(twin: Any, options: Options, state: LoaderState) -> RunStart:
-    """Begin a run on the copies from a state. The dataset hears of no epoch: it is not read."""
+    """Begin a run on the copies from a state. The dataset hears of no epoch: it is not read. No batch is left out."""
     seed: list[int] = []
 
     def draw_seed() -> None:
@@ -258,10 +249,8 @@ def _begun(twin: Any, options: Options, state: LoaderState) -> RunStart:
             draw_seed()
         return Drawn(keys, seed[0], None)
 
-    told_nothing = replace(state, dataset_epochs=[])
-    return begin(
-        options, told_nothing, copy.copy(twin._runs), iterate, prepare=None if options.is_inline else draw_seed
-    )
+    untold = replace(state, dataset_epochs=[], ahead=[])
+    return begin(options, untold, copy.copy(twin._runs), iterate, prepare=None if options.is_inline else draw_seed)
 
 
 def _of_one_batch(found: Found, number: int) -> LoaderState:

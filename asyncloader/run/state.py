@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from asyncloader.errors import StateMismatchError
@@ -135,20 +135,6 @@ class LoaderState:
     def generator_keys(self) -> dict[str, Key]:
         """The keys of generators that the dataset holds."""
         return {path: (check, first) for path, (check, first) in json.loads(self.generators).items()}
-
-    def moved_to(self, number: int, samples: int | None) -> LoaderState:
-        """Return the state of the same run at another batch of it; of a map-style dataset without a state.
-
-        Args:
-            number: The number of the batch. If it cannot be reached from here, ``drawn`` of the result is below 0.
-            samples: In each batch; None where batches differ. Then nobody knows which sample of the epoch comes first.
-        """
-        by, sample = number - self.position, self.sample
-        if by and sample >= 0:
-            # What lies before a state is read from the epoch's beginning on. Its last batch may have fewer samples.
-            sample = -1 if samples is None else number * samples if by < 0 else sample + by * samples
-        there: dict[str, Any] = {"position": number, "drawn": self.drawn + by, "sample": sample}
-        return replace(self, **there, ahead=[], workers=None, next_worker=None, bad_count=0, check=[])
 
 
 _NAMES = tuple(each.name for each in fields(LoaderState) if each.name != "others")
