@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from asyncloader.seeding import turns
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from asyncloader.seeding.sample_context import SampleContext
     from asyncloader.transport.free_list import Region
     from asyncloader.transport.slab import SlabPool
-    from asyncloader.transport.worker_loans import WorkerLoans
+    from asyncloader.transport.worker_heap import WorkerHeap
 
 
 def options(loader: Any, last: Options | None = None) -> Options:
@@ -83,39 +83,9 @@ def set_timeout(iterator: Any, seconds: float) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- shared memory
-class Accounts(NamedTuple):
-    """Where each byte of a pool's arena is.
-
-    Attributes:
-        regions: All regions that have memory.
-        cold: Offsets and sizes of what was given back to the system.
-        free: Numbers of regions that nobody uses.
-        swept: Those of regions that are being given back.
-        reserved: Bytes that the pool takes for reserved.
-    """
-
-    regions: list[Region]
-    cold: list[tuple[int, int]]
-    free: list[int]
-    swept: list[int]
-    reserved: int
-
-
-def accounts(pool: SlabPool) -> Accounts:
-    """Return where each byte of a pool's arena is, by its own books."""
-    regions = [region for region in pool._regions.values() if region.capacity]
-    swept = [] if pool._swept is None else [pool._swept.number]
-    return Accounts(regions, [*pool._cold._free], [*pool._free._by_age], swept, pool._reserved)
-
-
-def region(pool: SlabPool, number: int) -> Region:
-    """Return a region of a pool."""
-    return pool._regions[number]
-
-
 def arena(pool: SlabPool) -> Any:
     """Return the shared memory that the slabs of a pool lie in; None if there is none."""
-    return pool._arena
+    return pool.arena
 
 
 def leases_ended(pool: SlabPool) -> bool:
@@ -133,30 +103,25 @@ def forget_trim(pool: SlabPool) -> None:
     pool._trim_planned = False
 
 
-def lent(loans: WorkerLoans) -> dict[int, Region]:
-    """Return the regions that a worker has on loan, by number."""
-    return loans._loans
+def used_bytes(pool: SlabPool) -> int:
+    """Return how much of the heap of this process is in use."""
+    return 0 if pool._own is None else pool._own._in_use
 
 
-def written(loans: WorkerLoans) -> list[Region]:
+def written(heap: WorkerHeap) -> list[Region]:
     """Return the regions in which a worker finds the keys of its tickets."""
-    return [*loans._written.values()]
+    return [*heap._written.values()]
 
 
 def written_to_all(iterator: Any) -> list[Region]:
     """Return those of all workers of an iterator."""
-    return [region for loans in tuple(session(iterator).pool._loans.values()) for region in written(loans)]  # type: ignore[attr-defined]
+    return [region for heap in tuple(session(iterator).pool._heaps.values()) for region in written(heap)]  # type: ignore[attr-defined]
 
 
 def descriptor(memory: Any) -> int:
     """Return the descriptor of an arena, or of the file of a shared list."""
     fd: int = memory._fd if hasattr(memory, "_fd") else memory._file.fd
     return fd
-
-
-def idle_slabs(slabs: Any) -> Any:
-    """Return what a worker was lent, and uses for nothing."""
-    return slabs._idle
 
 
 # ------------------------------------------------------------------------------------------------- datasets

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ import torch
 from asyncloader import DataLoader
 from asyncloader.datasets import ParallelMap
 from asyncloader.transport.slab import slab_pool
-from asyncloader.transport.worker_loans import WorkerLoans
 from tests import inside
 from tests.patience import wait_until
 
@@ -106,10 +106,9 @@ def stop_at(number: int, path: Path, thing: Any) -> Any:
 WANTED = [describe(item(number)) for number in range(COUNT)]
 
 
-def used() -> list[Any]:
-    """Return the slabs that a worker uses, or has keys in."""
-    regions = inside.accounts(slab_pool()).regions
-    return [region for region in regions if any(isinstance(user, WorkerLoans) for user in tuple(region.users))]
+def used() -> int:
+    """Return the bytes of slabs that workers have keys in."""
+    return inside.used_bytes(slab_pool())
 
 
 @pytest.fixture(autouse=True)
@@ -221,8 +220,7 @@ def test_large_items_become_large_batches() -> None:
 
 def test_without_memory_they_are_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for a slab."""
-    slab_pool().trim()
-    monkeypatch.setattr(slab_pool(), "_limit", lambda reserved: 0)
+    monkeypatch.setattr(slab_pool(), "_own", Mock(take=lambda nbytes: None))
     assert flat(loader_of(describe)) == WANTED
 
 
@@ -251,7 +249,7 @@ def test_nothing_grows() -> None:
         iterator, most = iter(loader), []
         for number, _batch in enumerate(iterator):
             if number % 50 == 0:
-                most.append((len(inside.written_to_all(iterator)), inside.accounts(slab_pool()).reserved))
+                most.append((len(inside.written_to_all(iterator)), slab_pool().reserved_bytes))
         assert number == 999
         assert max(count for count, _ in most) <= 4
         assert max(nbytes for _, nbytes in most[10:]) <= 2 * max(nbytes for _, nbytes in most[:10])

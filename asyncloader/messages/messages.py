@@ -3,9 +3,8 @@
     header: length of the body (u64), kind (u8)
     body:   pickled (small, control), or an outcome (see :mod:`asyncloader.messages.outcome`)
 
-    parent -> worker   TICKETS  loans, [(ticket, pickled keys), ...]  a batch each to do, and slabs to do them in; see
+    parent -> worker   TICKETS  returned, [(ticket, pickled keys)...] a batch each to do, and slabs to use again; see
                                                               :mod:`asyncloader.messages.tickets`
-                       LOANS    loans                         answer to an ask
                        EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
                        WHERE    ticket                        tell at which awaits the samples of this ticket are
                        END      nothing                       finish: clean up and leave
@@ -16,7 +15,7 @@
                        EXHAUSTED                              what has become of a ticket
                        ENDING   number of the run             the iterable dataset has ended; what follows from that
                                                               is told when this worker has lived on to a CONFIRM
-                       ASK      (sizes, returned loans)       needs slabs of these sizes now
+                       HEAP     [(offset, capacity), ...]     all slabs that it has; it makes no more, and ends
                        AWAITS   text                          answer to WHERE
 
 Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
@@ -42,7 +41,6 @@ class Kind:
     """The kinds of frames: plain numbers, for members of an enum take five times as long to compare."""
 
     TICKETS = 1
-    LOANS = 2
     EPOCH = 3
     END = 4
     WHERE = 5
@@ -52,7 +50,7 @@ class Kind:
     BATCH = 17
     FAILURE = 18
     EXHAUSTED = 19
-    ASK = 20
+    HEAP = 20
     LEFT_OUT = 22
     AWAITS = 23
     ENDING = 25

@@ -109,12 +109,17 @@ def _without_frames(error: Exception) -> Exception:
     return with_notes(error.with_traceback(None), notes)
 
 
-def pack_tickets(tickets: list[PickledTicket], loans: Iterable[Any] = ()) -> bytes:
-    """Return the body of TICKETS."""
-    return pickle.dumps((list(loans), tickets), 5)
+def pack_tickets(tickets: list[PickledTicket], returned: Sequence[int] = ()) -> bytes:
+    """Return the body of TICKETS.
+
+    Args:
+        tickets: The tickets.
+        returned: Offsets of slabs that the worker may write to again.
+    """
+    return pickle.dumps((returned, tickets), 5)
 
 
-def unpack_tickets(body: bytes | memoryview) -> tuple[list[Any], list[PickledTicket]]:
-    """Return the loans and the tickets of TICKETS."""
-    loans, tickets = pickle.loads(body)
-    return loans, tickets
+def unpack_tickets(body: bytes | memoryview) -> tuple[Sequence[int], list[PickledTicket]]:
+    """Return the slabs and the tickets of TICKETS."""
+    returned, tickets = pickle.loads(body)
+    return returned, tickets

@@ -260,8 +260,6 @@ class RayPool(BasePool[RayWorker]):
         self._parts = ray.put([np.frombuffer(part, np.uint8) for part in parts])  # travels once to each node
         self._slabs = slab_pool()
         self._slabs.live_on(loop.loop)
-        self._slabs.handle()
-        self._slabs.enlist(self)
         self._look: TimerHandle | None = None
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
@@ -360,7 +358,7 @@ class RayPool(BasePool[RayWorker]):
     def _close(self) -> None:
         if self._look is not None:
             self._look.cancel()
-        self._slabs.retire(self)
+        self._slabs.plan_trim()
         super()._close()
 
 

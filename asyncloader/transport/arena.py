@@ -8,8 +8,9 @@ The arena takes the place of a file per batch: one descriptor, one mapping on ea
 keeps. The file is a memfd, which /dev/shm (64 MB in Docker) does not bound. Where there are no memfds it is POSIX
 shared memory, whose name is removed at once. So in neither case a name is left behind after kill -9.
 
-Memory of a region is reserved (`fallocate`) before the first byte is written: writing to a sparse file that cannot grow
-is SIGBUS, reserving is an error that can be handled. Punching a hole gives memory back.
+Each process that makes batches has a heap of addresses of its own in it (:mod:`asyncloader.transport.heap`). Memory of
+a region is reserved (`fallocate`) before the first byte is written: writing to a sparse file that cannot grow is
+SIGBUS, reserving is an error that can be handled. Punching a hole gives memory back.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Iterable
 from multiprocessing.reduction import DupFd
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -36,6 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def create(size: int) -> Arena | None:
@@ -71,6 +74,9 @@ class Arena:
             os.close(fd)
             raise OSError(code, "mmap of an arena")
         self.base = int(base)
+        if hasattr(mmap, "MADV_DONTDUMP"):
+            # A core dump would look at each page of these addresses, and the process would take minutes to die.
+            _libc.madvise(self.base, size, mmap.MADV_DONTDUMP)
 
     def __reduce__(self) -> Any:
         return _attach, (DupFd(self._fd), self.size)
@@ -91,6 +97,10 @@ class Arena:
                 raise
             break
         return True
+
+    def reserved_bytes(self) -> int:
+        """Return the memory that the file takes, whichever process has reserved it."""
+        return os.fstat(self._fd).st_blocks * 512
 
     def punch(self, offset: int, length: int) -> bool:
         """Give the memory of a region back, its contents are lost. False if the platform cannot."""
@@ -141,8 +151,8 @@ def _nameless_file(size: int) -> int:
 class Extents:
     """Cold addresses: a sorted list of (offset, length), neighbours merged. First fit."""
 
-    def __init__(self, size: int) -> None:
-        self._free = [(0, size)]
+    def __init__(self, free: Iterable[tuple[int, int]] = ()) -> None:
+        self._free = list(free)
 
     def take(self, length: int) -> int | None:
         """Return the offset of `length` bytes, or None."""

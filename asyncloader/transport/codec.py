@@ -1,11 +1,11 @@
 """From a batch to a payload and back: pickle protocol 5, large buffers outside the pickle.
 
     payload, plain:   pickle                                                    (a pickle begins with 0x80)
-    payload, framed:  head | entries | regions given up | pickle | raw buffers  (a head begins with 1)
+    payload, framed:  head | entries | pickle | raw buffers                     (a head begins with 1)
 
-An entry names a large buffer, in the order in which the pickle wants them: either a region of the arena, then its bytes
-are not in the payload, or the next of the raw buffers. A long pickle (images of PIL, strings) is in a region as well,
-as the last entry.
+An entry names a large buffer, in the order in which the pickle wants them: either one in a region of the arena, then
+its bytes are not in the payload, or the next of the raw buffers. A long pickle (images of PIL, strings) is in a region
+as well, as the last entry.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import struct
 import threading
 from collections import ChainMap
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 import numpy as np
 
-from asyncloader.transport.loans import Loan, WorkerSlabs
+from asyncloader.transport.free_list import Region
+from asyncloader.transport.heap import Heap
 from asyncloader.transport.tensors import INLINE_MAX, Array, Reducers
 
 # A longer pickle goes through a slab. Measured there and back, inline and by slab: 128 KiB 67 and 95 us, 256 KiB 147
@@ -31,19 +32,18 @@ _PLACED = pickle.PickleBuffer(bytearray(1))  # stands for the buffer that was pl
 RAW = -1
 """In an entry, in place of a region: the next of the raw buffers."""
 _FRAMED = 1
-_HEAD = struct.Struct(
-    "<BBxxIIxxxxQ"
-)  # _FRAMED, whether the pickle is in a region, entries, regions given up, its bytes
+_HEAD = struct.Struct("<BBxxIQ")  # _FRAMED, whether the pickle is in a region, entries, bytes of the pickle
 _ENTRY = struct.Struct("<qqqq")
-_KEPT = struct.Struct("<q")
-_KEPT_AT = 24  # in an entry
+
+Open: TypeAlias = "Callable[[int, int], memoryview]"
+"""Begins the lease of a region, which is known by its offset in the arena and its capacity."""
 
 
 class _Entry(NamedTuple):
-    region: int  # or RAW
+    region: int  # its offset in the arena, or RAW
+    capacity: int  # of the region
     offset: int  # in the region
     nbytes: int
-    is_kept: int  # whether the worker may still refer to the region
 
 
 class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -65,18 +65,17 @@ class Encoder:
     Enter it around the call of collate_fn: then `allocate` gives memory in slabs, in this thread.
 
     Args:
-        slabs: shared memory on loan, or None to send everything through the channel.
+        heap: shared memory of this process, or None to send everything through the channel.
     """
 
-    def __init__(self, slabs: WorkerSlabs | None = None) -> None:
-        self._slabs = slabs
+    def __init__(self, heap: Heap | None = None) -> None:
+        self._heap = heap
         self._thread = 0  # that has entered it
         self._reducers = Reducers(self._place)
         self._entries: list[_Entry] = []
         self._raw: list[Array] = []
-        self._borrowed: list[Loan] = []
-        self._head = bytearray()
-        self._sent: list[_Entry] = []  # of the payload that this is the head of
+        self._regions: list[Region] = []  # that the entries are in
+        self._borrowed: list[Region] = []  # those of them that nothing refers to
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
@@ -104,23 +103,12 @@ class Encoder:
             self._reducers.forget()
         return self._framed(stream)
 
-    def release(self) -> None:
-        """Say that the worker has dropped the batch encoded last. Call it before the parts are sent.
-
-        A slab can then be lent again as soon as the trainer has dropped the batch; otherwise, or if something in the
-        worker still refers to it, only after a later payload has told that nothing does.
-        """
-        for number, entry in enumerate(self._sent):
-            if entry.is_kept and self._slabs is not None and not self._slabs.is_referred_to(entry.region):
-                _KEPT.pack_into(self._head, _HEAD.size + number * _ENTRY.size + _KEPT_AT, 0)
-        self._sent = []
-
     def allocate(self, nbytes: int) -> memoryview | None:
         """Return memory in a slab for a tensor of the batch; None if it has to be allocated as ever."""
         # Threads that fetch samples of a later batch at the same time may well collate parts of them.
-        if self._slabs is None or self._thread != threading.get_ident():
+        if self._heap is None or self._thread != threading.get_ident():
             return None
-        return self._slabs.allocate(nbytes) if nbytes > INLINE_MAX else None
+        return self._heap.allocate(nbytes) if nbytes > INLINE_MAX else None
 
     # --------------------------------------------------------------------------------------------------- pickling
     def _dump(self, batch: Any, make_pickler: Callable[[io.BytesIO], pickle.Pickler]) -> bytes:
@@ -162,130 +150,107 @@ class Encoder:
             address: of the memory that `array` fills without gaps; 0 if there are gaps.
             array: what to send; in C order if there are gaps.
         """
-        if self._slabs is None or not self._place_in_slab(self._slabs, address, array):
+        if self._heap is None or not self._place_in_slab(self._heap, address, array):
             contents = bytes_of(array)
-            self._entries.append(_Entry(RAW, 0, contents.nbytes, 0))
+            self._entries.append(_Entry(RAW, 0, 0, contents.nbytes))
             self._raw.append(contents)
         return _PLACED
 
-    def _place_in_slab(self, slabs: WorkerSlabs, address: int, array: Array) -> bool:
-        found = slabs.locate(address, array.nbytes) if address else None
+    def _place_in_slab(self, heap: Heap, address: int, array: Array) -> bool:
+        found = heap.locate(address, array.nbytes) if address else None
         if found is not None:
-            self._entries.append(_Entry(*found, array.nbytes, 1))
+            self._enter(*found, array.nbytes)
             return True
-        loan = self._borrow(slabs, array.nbytes)
-        if loan is None:
+        if (region := self._borrow(heap, array.nbytes)) is None:
             return False
-        memory = slabs.memory_of(loan)
+        memory = heap.memory_of(region)
         if address:
             np.copyto(np.frombuffer(memory, np.uint8, array.nbytes), bytes_of(array))
         else:
             np.copyto(np.ndarray(array.shape, array.dtype, memory), array)
         return True
 
-    def _borrow(self, slabs: WorkerSlabs, nbytes: int) -> Loan | None:
-        loan = slabs.borrow(nbytes)
-        if loan is not None:
-            self._borrowed.append(loan)
-            self._entries.append(_Entry(loan.number, 0, nbytes, 0))
-        return loan
+    def _borrow(self, heap: Heap, nbytes: int) -> Region | None:
+        """Take a region to copy into."""
+        if (region := heap.take(nbytes)) is not None:
+            self._borrowed.append(region)
+            self._enter(region, 0, nbytes)
+        return region
+
+    def _enter(self, region: Region, offset: int, nbytes: int) -> None:
+        self._regions.append(region)
+        self._entries.append(_Entry(region.offset, region.capacity, offset, nbytes))
 
     def _put_back(self) -> None:
         """Undo what was placed."""
-        self._entries.clear()
-        self._raw.clear()
-        if self._slabs is not None:
-            for loan in self._borrowed:
-                self._slabs.put_back(loan)
-        self._borrowed.clear()
+        for region in self._borrowed:
+            assert self._heap is not None
+            self._heap.put_back(region)
+        self._forget()
+
+    def _forget(self) -> None:
+        for placed in (self._entries, self._raw, self._regions, self._borrowed):
+            placed.clear()
 
     # ---------------------------------------------------------------------------------------------------- framing
     def _framed(self, stream: bytes) -> list[Any]:
-        slabs, is_placed, self._sent = self._slabs, False, []
-        if slabs is not None and len(stream) > STREAM_MAX and (loan := self._borrow(slabs, len(stream))) is not None:
-            slabs.memory_of(loan)[: len(stream)] = stream
+        heap, is_placed = self._heap, False
+        if heap is not None and len(stream) > STREAM_MAX and (region := self._borrow(heap, len(stream))) is not None:
+            heap.memory_of(region)[: len(stream)] = stream
             is_placed = True
-        given_up = slabs.given_up() if slabs is not None else []
-        if not self._entries and not given_up:
+        if not self._entries:
             return [stream]
-        head = self._head = bytearray()
-        head += _HEAD.pack(_FRAMED, is_placed, len(self._entries), len(given_up), 0 if is_placed else len(stream))
+        head = bytearray(_HEAD.pack(_FRAMED, is_placed, len(self._entries), 0 if is_placed else len(stream)))
         for entry in self._entries:
             head += _ENTRY.pack(*entry)
-            if slabs is not None and entry.region != RAW:
-                slabs.pass_on(entry.region)
-        head += struct.pack(f"<{len(given_up)}q", *given_up)
+        for region in self._regions:
+            assert heap is not None
+            heap.send(region)
         parts = [head, b"" if is_placed else stream, *(contents.data for contents in self._raw)]
-        self._sent, self._entries = self._entries, []
-        self._raw.clear()
-        self._borrowed.clear()
+        self._forget()
         return parts
 
 
-class Opener(Protocol):
-    """The parent's record of the worker that a payload comes from."""
-
-    def open(self, number: int, nbytes: int, *, is_kept: bool) -> memoryview:
-        """Begin the lease of a region, of which so much is used."""
-
-    def given_up(self, number: int) -> None:
-        """Take a region back from the worker."""
-
-    def learn(self, sizes: tuple[int, ...]) -> None:
-        """Note the sizes of the large buffers of a batch."""
-
-
-def decode(payload: Any, opener: Opener | None = None) -> tuple[Any, int]:
+def decode(payload: Any, open_region: Open | None = None) -> tuple[Any, int]:
     """Return the batch of a payload, and its bytes. Nothing in the batch refers to `payload`.
 
     Raises:
-        LookupError: the payload names a region, and there is no `opener` or it does not know it.
+        LookupError: the payload names a region, and `open_region` is None or does not know the region.
         ValueError: the payload is shorter than it says.
         Exception: whatever unpickling the batch raises.
     """
     if payload[0] != _FRAMED:  # most small batches
-        if opener is not None:
-            opener.learn(())
         return pickle.loads(payload), len(payload)
     view = memoryview(payload)
-    _, is_placed, num_entries, num_given_up, stream_bytes = _HEAD.unpack_from(view)
+    _, is_placed, num_entries, stream_bytes = _HEAD.unpack_from(view)
     at = _HEAD.size + num_entries * _ENTRY.size
-    check_inside(at, num_given_up * _KEPT.size + stream_bytes, len(view))
+    check_inside(at, stream_bytes, len(view))
     entries = [_Entry(*fields) for fields in _ENTRY.iter_unpack(view[_HEAD.size : at])]
-    given_up, at = view[at : at + num_given_up * _KEPT.size], at + num_given_up * _KEPT.size
-    if opener is not None:
-        for (number,) in _KEPT.iter_unpack(given_up):
-            opener.given_up(number)
-    buffers = _buffers(entries, view[at + stream_bytes :], opener)
+    buffers = _buffers(entries, view[at + stream_bytes :], open_region)
     stream = buffers.pop() if is_placed else view[at : at + stream_bytes]
     nbytes = len(view) + sum(e.nbytes for e in entries if e.region != RAW)
     return pickle.loads(stream, buffers=buffers), nbytes
 
 
-def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> list[memoryview]:
+def _buffers(entries: list[_Entry], raw: memoryview, open_region: Open | None) -> list[memoryview]:
     """The memory of each entry: in the arena, or a copy, since a label kept must not hold the whole payload."""
     buffers = []
     regions: dict[int, memoryview] = {}
-    used: dict[int, int] = {}  # bytes, by region; raw buffers by their index, negative
     for entry in entries:
-        number, end = entry.region, entry.offset + entry.nbytes
+        number = entry.region
         if number == RAW:
             check_inside(0, entry.nbytes, len(raw))
             copy = np.empty(entry.nbytes, np.uint8)
             copy[:] = np.frombuffer(raw, np.uint8, entry.nbytes)
             raw = raw[entry.nbytes :]
             buffers.append(copy.data)
-            used[-len(buffers)] = entry.nbytes
             continue
         if number not in regions:
-            if opener is None:
-                raise LookupError(f"the payload names slab {number}, and nobody knows slabs here")
-            regions[number] = opener.open(number, end, is_kept=bool(entry.is_kept))
+            if open_region is None:
+                raise LookupError(f"the payload names the slab at {number}, and nobody knows slabs here")
+            regions[number] = open_region(number, entry.capacity)
         check_inside(entry.offset, entry.nbytes, len(regions[number]))
-        buffers.append(regions[number][entry.offset : end])
-        used[number] = max(used.get(number, 0), end)
-    if opener is not None:
-        opener.learn(tuple(used.values()))
+        buffers.append(regions[number][entry.offset : entry.offset + entry.nbytes])
     return buffers
 
 

@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable, Iterator
 
-from asyncloader.transport.loans import fits
+from asyncloader.transport.arena import PAGE
 
 
 class Region:
-    """A part of the arena that has memory, or is about to get it."""
+    """A part of the arena that has memory."""
 
-    __slots__ = ("capacity", "is_fresh", "number", "offset", "unused", "users")
+    __slots__ = ("capacity", "offset", "unused")
 
-    def __init__(self, number: int, offset: int, capacity: int) -> None:
-        self.number = number
-        self.offset = offset
+    def __init__(self, offset: int, capacity: int) -> None:
+        self.offset = offset  # in the arena
         self.capacity = capacity
-        self.is_fresh = True  # until a worker has written it
-        self.unused = 0  # bytes, while it is on lease
-        self.users: set[object] = set()
+        self.unused = 0  # bytes, while it is in use
 
     def __repr__(self) -> str:
-        return f"<Region {self.number} {self.capacity} bytes at {self.offset:#x}, users {self.users}>"
+        return f"<Region of {self.capacity} bytes at {self.offset:#x}>"
+
+
+def fits(nbytes: int, capacity: int, is_loose: bool = False) -> bool:
+    """Whether a region that is there should serve a buffer, rather than a new one.
+
+    The region may be a quarter too large: whoever keeps the buffer keeps all of the region. Batches whose sizes vary
+    would then find nothing most of the time, so as long as little is lost (`is_loose`) it may be four times as large.
+    """
+    return nbytes <= capacity <= nbytes + max(3 * nbytes if is_loose else nbytes >> 2, 8 * PAGE)
+
+
+def capacity_for(nbytes: int) -> int:
+    """Round up to one of 128 capacities between powers of two: whole pages, at most 0.8 % too large from 512 KiB on."""
+    step = max(PAGE, 1 << max(0, (nbytes - 1).bit_length() - 8))
+    return -(-nbytes // step) * step
+
+
+def gaps(first: int, end: int, regions: Iterable[Region]) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of what lies between some regions, from `first` to `end`."""
+    for region in sorted(regions, key=lambda each: each.offset):
+        if region.offset > first:
+            yield first, region.offset - first
+        first = region.offset + region.capacity
+    if end > first:
+        yield first, end - first
 
 
 class FreeList:
@@ -29,17 +52,20 @@ class FreeList:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._by_age: dict[int, Region] = {}
+        self._by_age: dict[int, Region] = {}  # by offset
         self._by_capacity: dict[int, list[Region]] = {}
         self._capacities: list[int] = []  # sorted, of those that have regions
 
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._by_age.values())
+
     def put(self, region: Region) -> None:
-        """Add a region that has no users left."""
+        """Add a region that nobody uses."""
         stack = self._by_capacity.setdefault(region.capacity, [])
         if not stack:
             bisect.insort(self._capacities, region.capacity)
         stack.append(region)
-        self._by_age[region.number] = region
+        self._by_age[region.offset] = region
         self.nbytes += region.capacity
 
     def take(self, nbytes: int, is_loose: bool) -> Region | None:
@@ -60,6 +86,6 @@ class FreeList:
         region = stack.pop(index)
         if not stack:
             self._capacities.remove(region.capacity)
-        del self._by_age[region.number]
+        del self._by_age[region.offset]
         self.nbytes -= region.capacity
         return region

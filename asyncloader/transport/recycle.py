@@ -15,7 +15,8 @@ import mmap
 import weakref
 from typing import Any
 
-from asyncloader.transport.loans import LeaseRef, capacity_for, exporter_at, fits
+from asyncloader.transport.exporter import LeaseRef, exporter_at
+from asyncloader.transport.free_list import capacity_for, fits
 
 # malloc keeps what is smaller, and uses it again. Huge pages were tried: as fast later, up to ten times slower before.
 RECYCLED_MIN = 1 << 20

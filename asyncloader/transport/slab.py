@@ -1,17 +1,15 @@
-"""Slabs: shared memory that the parent owns, lends to workers, leases to batches, and uses again.
+"""Slabs: shared memory that batches come in. Workers carve it and use it again; this process keeps what it looks at.
 
-      cold ──────────── carve ────────────> on loan to a worker ── a payload names it ──> on lease to tensors
-       ^            ┌──── lend, grant ──────────^    │                                          │
-       │            │                                │ returned, or the worker died             │ the last one died
-       └─ sweep ─ free (warm) <─────────────────────┴──────────────────────────────────────────┘
+      the heap of a worker ── a payload names a region ──> on lease to tensors ── the last one died ──> nobody's
+              ^                                                                                            │
+              └──────── with the next tickets; or with all of the heap to the worker after this one <──────┘
 
-- cold: addresses of the arena without memory. free: memory that was used before, so that nobody takes page faults
-  again.
-- A region is in use as long as it has users: the worker it is lent to; the lease of a batch; a worker that still refers
-  to what it sent; a process forked while it was leased, for that may look at the batch. Without users it is free.
-- Free regions fit requests of somewhat smaller sizes. How much stays warm follows the recent peak of use; the rest is
-  given back (swept), in small pieces, because giving back costs as much as first use: 0.9 us a page.
-- Nothing here waits. Over the budget there is no loan, and the buffer travels through the channel.
+- A region that a payload named is in use as long as it has users: the tensors of a batch; a process forked while there
+  were some, for that may look at the batch. Without users it is returned to the owner of the heap that it is in, and
+  not before: so nothing that anybody looks at is written over.
+- A heap outlives its worker: the next worker that is started goes on with it, warm memory and regions in use included.
+- A heap without an owner for a while is given back, in small pieces, because that costs as much as first use: 0.9 us a
+  page.
 """
 
 from __future__ import annotations
@@ -22,102 +20,108 @@ from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncloader.machine import total_bytes
 from asyncloader.transport import arena as arenas
-from asyncloader.transport.arena import Arena, Extents
-from asyncloader.transport.budget import Budget
-from asyncloader.transport.free_list import FreeList, Region
-from asyncloader.transport.loans import LeaseRef, capacity_for, exporter_at
+from asyncloader.transport.arena import Arena
+from asyncloader.transport.exporter import LeaseRef, exporter_at
+from asyncloader.transport.free_list import Region
+from asyncloader.transport.heap import PERIOD_S, SWEEP_BYTES, Heap
 
-PERIOD_S = 5.0  # use is looked at in periods: what neither this one nor the last one needed is given back
-LOSS_BYTES = 32 << 20  # with more than that unused in regions on lease, they have to fit better
-SWEEP_BYTES = 4 << 20  # given back at a time: 1 ms
-_LARGEST_ARENA = 1 << 40
+_HEAPS = 256
+"""So many heaps have room in the arena; the workers after these send batches through their channels."""
+
+_SMALLEST = 1 << 28  # a heap, where there are addresses for four
+_LARGEST_ARENA = 1 << 44
+_NO_BOUND = 1 << 60
+
+_TENSORS = "tensors"
+"""The user of a lease that is not a forked process."""
 
 
-_LEASE = "lease"
-"""The user of a region that tensors refer to."""
+class Lease:
+    """A region that tensors of this process refer to, or that a process may look at which was forked meanwhile.
+
+    Attributes:
+        region: The region.
+        give_back: Called with the region when it has no users left.
+        ref: Tells the end of the tensors.
+        users: `_TENSORS`, and forked processes.
+    """
+
+    __slots__ = ("give_back", "ref", "region", "users")
+
+    def __init__(self, region: Region, give_back: Callable[[Region], None], ref: LeaseRef) -> None:
+        self.region = region
+        self.give_back = give_back
+        self.ref = ref
+        self.users: set[object] = {_TENSORS}
+
+    def release(self, user: object) -> None:
+        """Take a user from it."""
+        self.users.discard(user)
+        if not self.users:
+            self.give_back(self.region)
 
 
 class _Fork:
     """A process that the trainer forks, for as long as it may look at slabs that were leased then.
 
-    `WorkerLoans` notices the end of a worker. Any other process has the only writing end of a pipe, which hangs up when
+    `WorkerHeap` notices the end of a worker. Any other process has the only writing end of a pipe, which hangs up when
     the process ends or runs another program. Without descriptors for a pipe its slabs are never used again.
 
     Attributes:
-        worker: The record of the worker that it starts, a user of these slabs; None where the fork itself is one.
-        regions: The slabs.
-        ended: Leases that had ended before, by id: as long as they are here no other gets the id of one.
+        worker: The record of the worker that it starts, a user of these leases; None where the fork itself is one.
+        leases: The leases.
+        ended: Leases whose tensors had died before: the fork has none of them.
         reading: The pipe, of which this process has the end for reading; -1 for none.
         writing: The other end.
     """
 
-    def __init__(self, worker: object | None, regions: list[Region], ended: dict[int, LeaseRef]) -> None:
+    def __init__(self, worker: object | None, leases: list[Lease], ended: set[Lease]) -> None:
         self.worker = worker
-        self.regions = regions
+        self.leases = leases
         self.ended = ended
         self.reading = self.writing = -1
 
 
-class Statistics(NamedTuple):
-    """Bytes of slabs."""
-
-    reserved: int  # all that has memory
-    free: int
-    leased: int
-
-
 class SlabPool:
-    """All slabs of a process. Everything runs on the loop thread, except that leases end in any thread.
+    """All slabs of a process. Everything runs on the loop thread, except that tensors die in any thread.
 
     Args:
-        limit: Returns the bytes that may be reserved, those included that are, which it is given; by default from the
-            memory of machine and cgroups.
+        max_bytes: A bound of what slabs take, besides what machine and cgroups have left.
         create_arena: makes the shared memory, at the first use.
     """
 
-    def __init__(
-        self, limit: Callable[[int], int] | None = None, create_arena: Callable[[int], Arena | None] = arenas.create
-    ) -> None:
-        self._limit = limit or Budget().limit
+    def __init__(self, max_bytes: int = _NO_BOUND, create_arena: Callable[[int], Arena | None] = arenas.create) -> None:
+        self.max_bytes = max_bytes
+        self.arena: Arena | None = None
+        self.ownerless: list[Any] = []  # `WorkerHeap`s whose worker has ended, the last one last
         self._create_arena = create_arena
-        self._arena: Arena | None = None
-        self._cold = Extents(0)
-        self._free = FreeList()
-        self._keep = 0  # bytes that may stay reserved, as of the last look
-        self._swept: Region | None = None  # that is given back, piece by piece
-        self._reserved = 0
-        self._unused = 0  # of what is leased
-        self._numbers = 0
-        self._regions: dict[int, Region] = {}
-        self._leases: dict[int, LeaseRef] = {}
-        self._ended: deque[int] = deque()
+        self._end_of_heaps = 0
+        self._own: Heap | None = None
+        self._leases: set[Lease] = set()  # whose tensors are alive, as far as is known
+        self._ended: deque[Lease] = deque()
         self._on_end = self._make_on_end()
-        self._workers: set[object] = set()  # records of those that may have loans
-        self._peaks = [0, 0]  # bytes in use at most, in the last period and in this one
-        self._period_ends = 0.0
-        self._can_sweep = True
         self._trim_planned = False
-        self._loop: AbstractEventLoop | None = None  # sees that what comes free while nobody uses slabs is given back
+        self._loop: AbstractEventLoop | None = None  # sees that what nobody needs is given back
         self._forks: dict[int, _Fork] = {}  # by thread, between the hooks of a fork
         self._forked: set[_Fork] = set()  # whose ends are waited for
-        self._starting: dict[int, tuple[object, list[Region]]] = {}  # by thread: the worker, what its fork shows it
+        self._starting: dict[int, tuple[object, list[Lease]]] = {}  # by thread: the worker, what its fork shows it
 
     def __repr__(self) -> str:
-        reserved, free, leased = self.statistics()
-        return f"<SlabPool reserved={reserved} free={free} leased={leased} workers={len(self._workers)}>"
+        return f"<SlabPool reserved={self.reserved_bytes} leased={self.leased_bytes}>"
 
-    def handle(self) -> Arena | None:
-        """Return what a worker is launched with to use slabs, or None if there can be none."""
-        if self._arena is None:
-            self._arena = self._create_arena(min(2 * total_bytes(), _LARGEST_ARENA))
-            if self._arena is not None:
-                self._cold = Extents(self._arena.size)
-        return self._arena
+    @property
+    def reserved_bytes(self) -> int:
+        """The memory of all heaps."""
+        return 0 if self.arena is None else self.arena.reserved_bytes()
+
+    @property
+    def leased_bytes(self) -> int:
+        """The memory that tensors are in."""
+        return sum(lease.region.capacity for lease in tuple(self._leases))
 
     def live_on(self, loop: AbstractEventLoop) -> None:
         """From now on have this loop give back what comes free, and watch processes that were forked. In any thread."""
@@ -127,180 +131,94 @@ class SlabPool:
                 self._watch(fork)
 
     def leave_loop(self) -> None:
-        """Give free memory back, and do without a loop. On the loop thread, when there is no worker."""
+        """Give back what nobody needs, and do without a loop. On the loop thread, when there is no worker."""
         self.trim()
         if self._loop is not None:
             for fork in self._forked:
                 self._loop.remove_reader(fork.reading)
         self._loop, self._trim_planned = None, False
 
-    def enlist(self, worker: object) -> None:
-        """Count a worker process as one that may have loans, until `retire`."""
-        self._workers.add(worker)
-
-    def statistics(self) -> Statistics:
-        """Return how much there is of what."""
-        leased = sum(self._regions[number].capacity for number in list(self._leases))
-        return Statistics(self._reserved, self._free.nbytes, leased)
-
-    def trim(self) -> None:
-        """Give all free memory back, now."""
-        self._drain()
-        self._sweep(self._reserved, keep=0)
-
     def close(self) -> None:
         """Unmap the arena, for pools of their own in tests: there must be no lease and no worker."""
         self.trim()
-        if self._regions:
-            raise RuntimeError(f"slabs are in use: {list(self._regions.values())}")
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self._leases or (self._own is not None and self._own.regions()):
+            raise RuntimeError(f"slabs are in use: {self!r}")
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
 
-    # ------------------------------------------------------------------------------------------ regions come and go
-    def obtain(self, nbytes: int, may_carve: bool) -> Region | None:
-        """Return a region without users for a buffer, a new one only if allowed; None: over the budget."""
-        region = self._free.take(nbytes, self.is_loose)
-        if region is None and may_carve:
-            region = self._carve(capacity_for(nbytes))
-        self._peaks[1] = max(self._peaks[1], self._in_use())
-        return region
+    # --------------------------------------------------------------------------------------------------------- heaps
+    def new_heap(self) -> tuple[int, int]:
+        """Return addresses for one more heap, the first and how many there are; none if there is no room."""
+        if self.arena is None:
+            # No heap can be larger than what slabs may take in all: half of the memory.
+            self.arena = self._create_arena(min(_HEAPS * total_bytes() // 2, _LARGEST_ARENA))
+        if self.arena is None:
+            return 0, 0
+        size = self.arena.size
+        length = max(size // _HEAPS, min(size // 4, _SMALLEST)) // arenas.PAGE * arenas.PAGE
+        first = self._end_of_heaps
+        if first + length > size:
+            return 0, 0
+        self._end_of_heaps += length
+        return first, length
+
+    @property
+    def own(self) -> Heap | None:
+        """The heap of this process; None if there is no shared memory."""
+        if self._own is None:
+            first, length = self.new_heap()
+            if self.arena is not None and length:
+                self._own = Heap(self.arena, first, length, max_bytes=self.max_bytes)
+        return self._own
 
     def receive(self, nbytes: int) -> memoryview | None:
         """Return memory that this process fills itself, on lease from here on; None: over the budget."""
-        self.turn()
-        region = self.obtain_reserved(nbytes)
-        return None if region is None else self.lease(region, nbytes)[:nbytes]
-
-    def obtain_reserved(self, nbytes: int) -> Region | None:
-        """Return a region without users that this process fills itself; None: over the budget."""
-        if (region := self.obtain(nbytes, may_carve=True)) is None:
+        self.drain()
+        if (own := self.own) is None or (region := own.take(nbytes)) is None:
             return None
-        assert self._arena is not None
-        if region.is_fresh and not self._arena.reserve(region.offset, region.capacity):
-            self._free.put(region)
-            return None
-        region.is_fresh = False
-        return region
+        return self.lease(region, own.put_back)[:nbytes]
 
-    def memory_of(self, region: Region) -> memoryview:
-        """Return the memory of a region, which has users as long as anything refers to that."""
-        assert self._arena is not None
-        return memoryview(exporter_at(self._arena.base + region.offset, region.capacity)).cast("B")[: region.capacity]
-
-    def release(self, region: Region, user: object) -> None:
-        """Take a user from a region."""
-        region.users.discard(user)
-        if not region.users:
-            self._free.put(region)
-
-    def turn(self) -> None:
-        """Do what has come up: regions whose leases ended, periods that ended, memory to give back."""
-        if self._ended:
-            self._drain()
-        now = monotonic()
-        if now >= self._period_ends:
-            self._period_ends = now + PERIOD_S
-            self._keep = self._allowed()
-            self._peaks = [self._peaks[1], self._in_use()]
-        self._sweep(SWEEP_BYTES, self._keep)
-
-    def _in_use(self) -> int:
-        return self._reserved - self._free.nbytes - (self._swept.capacity if self._swept is not None else 0)
-
-    def _allowed(self) -> int:
-        """Bytes that may stay reserved without being in use: an eighth over the recent peak, for sizes that vary."""
-        peak = max(self._peaks)
-        return peak + (peak >> 3) + SWEEP_BYTES
-
-    def _carve(self, capacity: int) -> Region | None:
-        if self._arena is None:
-            return None
-        self._peaks[1] = max(self._peaks[1], self._in_use() + capacity)
-        limit = self._limit(self._reserved)
-        if self._reserved + capacity > limit:
-            # Pressed for memory: what is free goes first, at about the price that the new region costs the worker.
-            self._sweep(capacity, keep=max(0, limit - capacity))
-        if self._reserved + capacity > limit or (offset := self._cold.take(capacity)) is None:
-            return None
-        self._numbers += 1
-        self._reserved += capacity
-        self._keep = self._allowed()
-        region = self._regions[self._numbers] = Region(self._numbers, offset, capacity)
-        return region
-
-    def _sweep(self, nbytes: int, keep: int) -> None:
-        """Give free regions back, oldest first, about `nbytes` of them, until no more than `keep` are reserved."""
-        while nbytes > 0 and self._can_sweep:
-            if self._swept is None and self._reserved > keep:
-                self._swept = self._free.take_oldest()
-            if (region := self._swept) is None:
-                return
-            piece = min(region.capacity, SWEEP_BYTES)
-            if self._arena is None or not self._arena.punch(region.offset, piece):
-                # The platform cannot punch holes: what is reserved stays, to be used again.
-                self._can_sweep, self._swept = False, None
-                self._free.put(region)
-                return
-            self._cold.give(region.offset, piece)
-            region.offset += piece
-            region.capacity -= piece
-            self._reserved -= piece
-            nbytes -= piece
-            if region.capacity == 0:
-                self._swept = None
-                del self._regions[region.number]
-
-    # ---------------------------------------------------------------------------------------------------- leases
-    @property
-    def is_loose(self) -> bool:
-        """Whether regions may serve much smaller buffers: little of what is leased is lost that way."""
-        return self._unused < LOSS_BYTES
-
-    def lease(self, region: Region, nbytes: int) -> memoryview:
-        """Return the memory of a region, `nbytes` of it in use; the lease lasts as long as anything refers to that."""
-        assert self._arena is not None
-        region.is_fresh = False
-        region.unused = region.capacity - nbytes
-        self._unused += region.unused
-        exporter = exporter_at(self._arena.base + region.offset, region.capacity)
-        region.users.add(_LEASE)
-        ref = self._leases[region.number] = LeaseRef(exporter, self._on_end)
-        ref.lease = region.number
+    def lease(self, region: Region, give_back: Callable[[Region], None]) -> memoryview:
+        """Return the memory of a region; the lease lasts as long as anything refers to that."""
+        assert self.arena is not None
+        exporter = exporter_at(self.arena.base + region.offset, region.capacity)
+        ref = LeaseRef(exporter, self._on_end)
+        ref.lease = lease = Lease(region, give_back, ref)
+        self._leases.add(lease)
         return memoryview(exporter).cast("B")[: region.capacity]
 
     def _make_on_end(self) -> Callable[[Any], None]:
-        """A lease ends in any thread, inside gc, or in a forked child that has its own copy of the tensors."""
+        """The tensors of a lease die in any thread, inside gc, or in a forked child that has its own copy of them."""
         owner, getpid, append = os.getpid(), os.getpid, self._ended.append
 
         def on_end(ref: Any) -> None:
             if getpid() == owner:
                 append(ref.lease)
-                if self.is_idle and self._loop is not None:
+                if (self.ownerless or self._own) and not self._trim_planned and self._loop is not None:
                     with suppress(RuntimeError):  # at interpreter exit the loop is closed
                         self._loop.call_soon_threadsafe(self.plan_trim)
 
         return on_end
 
-    def _drain(self) -> None:
-        """Take back regions whose leases have ended."""
-        # Between the hooks of a fork nothing is taken back: a lease that ended after the fork may live on in the child.
+    def drain(self) -> None:
+        """Take back regions whose tensors have died."""
+        # Between the hooks of a fork nothing is taken back: tensors that died after the fork may live on in the child.
         while self._ended and not self._forks:
-            number = self._ended.popleft()
-            del self._leases[number]
-            region = self._regions[number]
-            self._unused -= region.unused
-            self.release(region, _LEASE)
+            lease = self._ended.popleft()
+            self._leases.discard(lease)
+            del lease.ref  # which refers to the lease: in a cycle both would stay until a collection
+            lease.release(_TENSORS)
 
     # ------------------------------------------------------------------------------------------------------ forks
     @contextmanager
-    def starting(self, worker: object) -> Iterator[list[Region]]:
+    def starting(self, worker: object) -> Iterator[list[Lease]]:
         """While active in this thread, a fork makes the process of a worker; what that shows it gets into the list.
 
-        The worker is then a user of these regions, and whoever started it releases them when it has ended.
+        The worker is then a user of these leases, and whoever started it releases them when it has ended.
         """
         thread = threading.get_ident()
-        watched: list[Region] = []
+        watched: list[Lease] = []
         self._starting[thread] = worker, watched
         try:
             yield watched
@@ -311,8 +229,8 @@ class SlabPool:
         """Called in the thread that forks."""
         thread = threading.get_ident()
         worker, watched = self._starting.get(thread, (None, []))
-        fork = _Fork(worker, watched, {id(ref): ref for ref in list(self._leases.values()) if ref() is None})
-        if worker is None and self._regions and self._loop is not None:
+        fork = _Fork(worker, watched, {lease for lease in tuple(self._leases) if lease.ref() is None})
+        if worker is None and self._leases and self._loop is not None:
             with suppress(OSError):
                 fork.reading, fork.writing = os.pipe()
         self._forks[thread] = fork
@@ -327,16 +245,16 @@ class SlabPool:
         """
         thread = threading.get_ident()
         fork = self._forks[thread]
-        for region in [self._regions[n] for n, ref in self._leases.copy().items() if id(ref) not in fork.ended]:
-            region.users.add(fork.worker or fork)
-            fork.regions.append(region)
+        for lease in self._leases - fork.ended:  # in one step of the interpreter: other threads begin leases
+            lease.users.add(fork.worker or fork)
+            fork.leases.append(lease)
         del self._forks[thread]
         if fork.reading >= 0:
             self._await_end(fork)
 
     def _await_end(self, fork: _Fork) -> None:
         os.close(fork.writing)
-        if not fork.regions:
+        if not fork.leases:
             os.close(fork.reading)
             return
         self._forked.add(fork)
@@ -353,37 +271,37 @@ class SlabPool:
             self._loop.remove_reader(fork.reading)
         self._forked.discard(fork)
         os.close(fork.reading)
-        for region in fork.regions:
-            self.release(region, fork)
-        if self.is_idle:
-            self.plan_trim()
+        for lease in fork.leases:
+            lease.release(fork)
+        self.plan_trim()
 
     # ------------------------------------------------------------------------------------------------------- idle
-    def retire(self, worker: object) -> None:
-        """Forget a worker; without any, free memory is given back after a while."""
-        self._workers.discard(worker)
-        if not self._workers:
-            self.plan_trim()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no worker uses it, and nothing will be given back unless somebody sees to it."""
-        return not self._workers and not self._trim_planned
-
     def plan_trim(self, delay_s: float = PERIOD_S) -> None:
-        """Give all free memory back after a while, unless there are workers then. On the loop thread."""
+        """Give back after a while what is in heaps without an owner then. On the loop thread."""
         if self._loop is not None and not self._trim_planned:
             self._trim_planned = True
-            self._loop.call_later(delay_s, self._trim_if_idle)
+            self._loop.call_later(delay_s, self._trim_some)
 
-    def _trim_if_idle(self) -> None:
+    def _trim_some(self) -> None:
+        """Give a piece back, and plan the next."""
         self._trim_planned = False
-        if self._workers:
-            return
-        self._drain()
-        self._sweep(SWEEP_BYTES, keep=0)
-        if self._can_sweep and (self._swept is not None or self._free.nbytes):
+        self.drain()
+        if (own := self._own) is not None:
+            own.turn()
+            if own.idle_bytes:
+                self.plan_trim(0.0 if own.has_surplus else PERIOD_S)
+        heap = next((heap for heap in self.ownerless if heap.idle), None)
+        if heap is not None and heap.give_back_some(SWEEP_BYTES):
             self.plan_trim(0.0)
+
+    def trim(self) -> None:
+        """Give back all that nobody uses, now, but what workers have."""
+        self.drain()
+        if self._own is not None:
+            self._own.trim()
+        for heap in self.ownerless:
+            while heap.give_back_some(SWEEP_BYTES):
+                pass
 
 
 _pools: dict[int, SlabPool] = {}  # by process: a forked child makes its own, and never frees what it inherited

@@ -115,7 +115,7 @@ def start(
     Args:
         worker_id: From 0.
         ends: Connections to the parent.
-        work: A WorkerSpec, or what returns it when called; handle of the shared memory, or None; the run over the data
+        work: A WorkerSpec, or what returns it when called; its heap of shared memory, or None; the run over the data
             that the first tickets belong to.
         start_method: How the process was started.
         thread: The thread that iterates.
@@ -131,12 +131,12 @@ def start(
             _import_main(main, ends.output)
         from asyncloader.worker.serve import serve
 
-        source, arena, epoch = work.open()
+        source, heap, epoch = work.open()
         del work
     except BaseException as error:
         _give_up(ends.output, _shown(error))
 
-    serve(worker_id, ends.channel, ends.output, source, arena, start_method, epoch, files)
+    serve(worker_id, ends.channel, ends.output, source, heap, start_method, epoch, files)
 
 
 def _give_up(output: int, why: str) -> NoReturn:

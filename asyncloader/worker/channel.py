@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Sequence
 
 from asyncloader.messages.frames import MOST_PARTS, Buffer, FrameBuffer, frame
 
@@ -35,15 +34,6 @@ class WorkerChannel:
                 raise EOFError("the parent closed the channel")
             self._frames.extend((kind, bytes(body)) for kind, body in self._incoming.frames())
         return self._frames.popleft()
-
-    @property
-    def has_frames(self) -> bool:
-        """Whether `receive` would return a frame that was read from the socket before."""
-        return bool(self._frames)
-
-    def put_back(self, frames: Sequence[tuple[int, bytes]]) -> None:
-        """Let these frames be received next, in this order."""
-        self._frames.extendleft(reversed(frames))
 
     def fileno(self) -> int:
         """Return the descriptor, for a loop to watch."""

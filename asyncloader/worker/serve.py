@@ -30,7 +30,7 @@ def serve(
     channel_end: socket.socket,
     output: int,
     source: Any,
-    arena: Any,
+    heap: Any,
     start_method: str,
     epoch: EpochSpec,
     files: Iterable[OpenFile],
@@ -40,7 +40,7 @@ def serve(
     with contextlib.suppress(OSError), open("/proc/self/comm", "wb", 0) as file:  # Linux only, 15 characters
         file.write(b"asyncloader %d" % worker_id)  # as `top`, `pstree` and `py-spy` show it
     try:
-        transport = ProcessTransport(worker_id, channel, arena)
+        transport = ProcessTransport(worker_id, channel, None if heap is None or heap.arena is None else heap)
         transport.come_up()  # before the source is opened, which may call the user's code
         reopen(files)  # after the worker has said that it is up: a network drive may take its time
         loop = make_loop(worker_id, transport, epoch, opened(source))

@@ -29,9 +29,8 @@ from asyncloader.seeding.generators import unlock_in_child
 from asyncloader.seeding.seeder import seed_worker
 from asyncloader.seeding.turns import own_generators
 from asyncloader.transport import collate
-from asyncloader.transport.arena import Arena
 from asyncloader.transport.codec import Encoder
-from asyncloader.transport.loans import WorkerSlabs
+from asyncloader.transport.heap import Heap
 from asyncloader.transport.whole import Whole
 from asyncloader.worker.batch_maker import Host
 from asyncloader.worker.channel import WorkerChannel
@@ -97,19 +96,17 @@ class ProcessTransport(WorkerTransport):
     Args:
         worker_id: From 0.
         channel: To the parent.
-        arena: The shared memory, or None.
+        heap: Its part of the shared memory, or None.
     """
 
     is_remote = True
     cpu_clock = staticmethod(process_time)
 
-    def __init__(self, worker_id: int, channel: WorkerChannel, arena: Arena | None) -> None:
+    def __init__(self, worker_id: int, channel: WorkerChannel, heap: Heap | None) -> None:
         self.where = f"in DataLoader worker process {worker_id}"
         self._channel = channel
-        self._slabs = WorkerSlabs(arena) if arena is not None else None
-        if self._slabs is not None:
-            self._slabs.ask = self._ask
-        self._encoder = Encoder(self._slabs)
+        self._heap = heap
+        self._encoder = Encoder(heap)
         self._stacker: collate.Stacker
         self._warns_of_cuda = worker_id == 0  # one warning is enough; the other workers run the same code
 
@@ -119,7 +116,7 @@ class ProcessTransport(WorkerTransport):
         unlock_in_child()
         own_generators()
         torch.default_generator.get_state()  # never returns where a thread of the parent held its lock at the fork
-        self.send(Kind.UP, None if self._slabs is None else True)
+        self.send(Kind.UP, None if self._heap is None else True)
 
     def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Seed the generators, become a worker in torch's eyes."""
@@ -130,13 +127,16 @@ class ProcessTransport(WorkerTransport):
         self._stacker = collate.install(self._encoder)
 
     def leave(self) -> None:
-        """Let go of the dataset that ``get_worker_info()`` refers to."""
+        """Let go of the dataset that ``get_worker_info()`` refers to, and leave the heap to the next worker."""
         torch_worker._worker_info = None
+        if self._heap is not None:
+            # No batch is made after this. A worker that is killed before tells nothing, and leaves no warm memory.
+            self.send(Kind.HEAP, [(region.offset, region.capacity) for region in self._heap.regions()])
 
     # ------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, *, wait: bool) -> tuple[int, Any] | None:
-        """Return the next message. Slabs that came with it are known."""
+        """Return the next message. Slabs that came back with it are known."""
         try:
             frame = self._channel.receive(wait=wait)
         except (EOFError, OSError) as error:
@@ -149,16 +149,16 @@ class ProcessTransport(WorkerTransport):
         return kind, pickle.loads(body) if body else None
 
     def _tickets(self, body: bytes) -> list[tuple[int, Any]]:
-        loans, tickets = unpack_tickets(body)
-        if loans and self._slabs is not None:
-            self._slabs.add(loans)
+        returned, tickets = unpack_tickets(body)
+        if returned and self._heap is not None:
+            self._heap.returned(returned)
         return [(ticket, self._keys(pickled)) for ticket, pickled in tickets]
 
     def _keys(self, pickled: PickledKeys) -> Any:
         """Unpickle keys, which refer to no slab; return what that raises as a `RemoteError` in their place."""
         try:
-            if type(pickled) is tuple and self._slabs is not None:
-                return pickle.loads(self._slabs.view(*pickled))
+            if type(pickled) is tuple and self._heap is not None:
+                return pickle.loads(self._heap.view(*pickled))
             return pickle.loads(pickled)  # type: ignore[arg-type]
         except BaseException as error:  # SystemExit too: it is that of the ticket
             return self.capture(error)
@@ -167,31 +167,13 @@ class ProcessTransport(WorkerTransport):
         """Watch the socket, from which earlier messages may have been read already."""
         super().listen(loop, ready)
         loop.add_reader(self._channel.fileno(), ready)
-        os.set_blocking(self._channel.fileno(), True)  # which libuv has ended; `_ask` and sending rely on it
+        os.set_blocking(self._channel.fileno(), True)  # which libuv has ended; sending relies on it
 
     def unlisten(self) -> None:
         """Leave the socket alone."""
         if self._loop is not None:
             self._loop.remove_reader(self._channel.fileno())
         super().unlisten()
-
-    def _ask(self, sizes: Any, returned: Any) -> Any:
-        """Get slabs of these sizes from the parent. Messages that come before the answer, or with it, are kept."""
-        if self._is_muted:  # there would be no answer
-            raise ParentGone
-        self._send(Kind.ASK, pickle.dumps((sizes, returned)))
-        passed: list[tuple[int, bytes]] = []
-        try:
-            while (frame := self._channel.receive(wait=True)) is not None and frame[0] != Kind.LOANS:
-                passed.append(frame)
-        except (EOFError, OSError) as error:
-            raise ParentGone from error
-        assert frame is not None
-        self._channel.put_back(passed)
-        if self._channel.has_frames and self._loop is not None:
-            # The socket will not tell of them again. Nor of those behind the answer, if one read has brought both.
-            self._loop.call_soon(self._ready)
-        return pickle.loads(frame[1])
 
     # --------------------------------------------------------------------------------------------------- sending
 
@@ -228,7 +210,6 @@ class ProcessTransport(WorkerTransport):
             else:
                 record = Record(*outcome.record[:-1], perf_counter() - began)  # `_replace` takes 1 us more
                 outcome = Outcome(Kind.BATCH, record, None, None, outcome.bad, outcome.snapshot)
-                self._encoder.release()
         kind, parts = pack(outcome, payload)
         self._send(kind, *parts)
 

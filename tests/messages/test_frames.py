@@ -56,7 +56,7 @@ def test_frames_come_out_as_they_went_in(frames: list[tuple[int, bytes]], sizes:
 
 def test_frames_cut_at_every_byte() -> None:
     """Header and body in the smallest pieces."""
-    frames = [(Kind.BATCH, b"abc"), (Kind.READY, b""), (Kind.ASK, b"x" * 40)]
+    frames = [(Kind.BATCH, b"abc"), (Kind.READY, b""), (Kind.AWAITS, b"x" * 40)]
     assert cut(wire(frames), [1]) == frames
 
 

@@ -24,9 +24,9 @@ def test_on_the_way_there_is_the_array_alone() -> None:
     tickets = [(0, keys), (1, [7, 8]), (2, "name"), (3, Placed(keys, 8)), (4, Placed([7, 8], 11))]
     pickled, refused = pickle_tickets([*tickets, (5, lambda: 0)], TicketPickler())
     assert [ticket for ticket, _ in refused] == [5]
-    loans, arrived = unpack_tickets(pack_tickets(pickled))
+    returned, arrived = unpack_tickets(pack_tickets(pickled))
     numbers, plain, name, placed, plain_placed = (pickle.loads(keys) for _, keys in arrived)
-    assert ([ticket for ticket, _ in arrived], loans) == ([0, 1, 2, 3, 4], [])
+    assert ([ticket for ticket, _ in arrived], returned) == ([0, 1, 2, 3, 4], ())
     assert (plain, name) == ([7, 8], "name")
     assert type(numbers) is type(placed.keys) is Numbers
     assert (list(placed.keys), placed.first, plain_placed) == ([3, 1, 2], 8, Placed([7, 8], 11))

@@ -156,7 +156,7 @@ def test_page_is_that_of_the_machine() -> None:
 @given(st.data())
 def test_extents_never_overlap(data: st.DataObject) -> None:
     """Parts taken never overlap; when all are given back there is one extent again."""
-    extents = Extents(100)
+    extents = Extents([(0, 100)])
     taken: list[tuple[int, int]] = []
     for _ in range(data.draw(st.integers(0, 40))):
         if taken and data.draw(st.booleans()):

@@ -18,28 +18,26 @@ from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
-from asyncloader.transport.loans import WorkerSlabs
+from asyncloader.transport.heap import Heap
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import INLINE_MAX
-from asyncloader.transport.worker_loans import WorkerLoans
+from asyncloader.transport.worker_heap import heap_for_a_worker
 
 Outcome = tuple[str, Any]
 
 
 @pytest.fixture
-def installed(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Encoder, WorkerSlabs]]:
+def installed(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Encoder, Heap]]:
     """This process is a worker for a while: our entries are in torch's map, and torch thinks so too."""
     monkeypatch.setattr(torch_collate, "default_collate_fn_map", dict(torch_collate.default_collate_fn_map))
     monkeypatch.setattr(torch_worker, "_worker_info", object())
-    handle = pool.handle()
-    assert handle is not None
-    slabs = WorkerSlabs(handle)
-    loans = WorkerLoans(pool)
-    slabs.ask = loans.grant
-    encoder = Encoder(slabs)
+    record = heap_for_a_worker(pool)
+    heap = record.hand_over(1)
+    assert heap is not None
+    encoder = Encoder(heap)
     collate.install(encoder)
-    yield encoder, slabs
-    loans.reclaim()
+    yield encoder, heap
+    record.reclaim()
 
 
 def outcome(function: Callable[[Any], Any], batch: Any) -> Outcome:
@@ -180,7 +178,7 @@ WORSE_IN_TORCHS_WORKERS = (
 
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.filterwarnings("ignore")
-def test_like_torch_in_a_worker(installed: tuple[Encoder, WorkerSlabs], kind: str) -> None:
+def test_like_torch_in_a_worker(installed: tuple[Encoder, Heap], kind: str) -> None:
     """Values, dtypes, strides and errors."""
     batch = BATCHES[kind]()
     with installed[0]:
@@ -209,14 +207,14 @@ def test_any_list_of_numbers_is_collated_as_by_torch(batch: list[Any]) -> None:
     assert_same(outcome(collate.recycling_collate(default_collate), batch), outcome(default_collate, batch))
 
 
-def test_results_do_not_lie_in_torchs_shared_memory(installed: tuple[Encoder, WorkerSlabs]) -> None:
+def test_results_do_not_lie_in_torchs_shared_memory(installed: tuple[Encoder, Heap]) -> None:
     """torch's own functions would make a file for each tensor."""
     assert get_worker_info() is not None
     for batch in ([torch.ones(3)] * 2, [torch.ones(INLINE_MAX)] * 2, [torch.ones(3), torch.ones(3).double()]):
         assert not default_collate(batch).is_shared()
 
 
-def test_large_results_lie_in_slabs(installed: tuple[Encoder, WorkerSlabs]) -> None:
+def test_large_results_lie_in_slabs(installed: tuple[Encoder, Heap]) -> None:
     """While a batch is collated, in this thread, and nowhere else."""
     encoder, slabs = installed
 

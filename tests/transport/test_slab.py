@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import gc
-import itertools
 import os
 import random
 import subprocess
@@ -11,6 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,12 +26,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch.utils.data import default_collate
 
-from asyncloader import DataLoader
-from asyncloader.transport import arena, slab
-from asyncloader.transport.free_list import Region
+from asyncloader import DataLoader, machine
+from asyncloader.transport import arena, heap, slab
+from asyncloader.transport.codec import Encoder
+from asyncloader.transport.free_list import Region, gaps
 from asyncloader.transport.slab import SlabPool
-from asyncloader.transport.worker_loans import WorkerLoans
+from asyncloader.transport.tensors import Array
+from asyncloader.transport.worker_heap import heap_for_a_worker
 from tests import inside
+from tests.effort import examples
 from tests.forks import forked
 from tests.patience import wait_until
 from tests.transport.wire import Worker, make_pool, worker
@@ -90,8 +96,8 @@ def is_in_arena(pool: SlabPool, tensor: torch.Tensor) -> bool:
 
 
 def leased(pool: SlabPool) -> int:
-    pool.turn()
-    return pool.statistics().leased
+    pool.drain()
+    return pool.leased_bytes
 
 
 def large_or_collated(number: int) -> torch.Tensor:
@@ -113,7 +119,7 @@ def test_a_large_tensor_comes_in_a_slab(pool: SlabPool, start_method: str) -> No
 
 
 def test_memory_is_used_again(pool: SlabPool) -> None:
-    """A consumer that drops its batches needs two slabs or three however many come, and the worker hardly ever asks."""
+    """A consumer that drops its batches needs two slabs or three however many come."""
     with worker(pool, large) as made:
         made.get(0)
         made.send(1)
@@ -121,19 +127,19 @@ def test_memory_is_used_again(pool: SlabPool) -> None:
         for number in range(3, 200):
             made.receive()
             made.send(number)
-        assert made.asks <= 3
         made.receive(), made.receive()
-    assert pool.statistics().reserved <= 4 * 1.07 * MIB
+    assert pool.reserved_bytes <= 4 * 1.07 * MIB
 
 
 def test_slabs_serve_the_workers_after(pool: SlabPool) -> None:
-    """What one worker has warmed another one gets, after the first has ended or was killed."""
-    for _ in range(10):
+    """What one worker has warmed another one gets; what one had that was killed is given back."""
+    for number in range(10):
         with worker(pool, large) as made:
             made.get(0)
             made.send(1)
-            made.kill()
-    assert pool.statistics().reserved <= 4 * 1.07 * MIB
+            if number % 2:
+                made.kill()
+        assert pool.reserved_bytes <= (0 if number % 2 else 4 * 1.07 * MIB)
 
 
 def test_batches_that_are_kept_stay_as_they_are(pool: SlabPool) -> None:
@@ -153,7 +159,7 @@ def test_a_kept_label_holds_no_image(pool: SlabPool) -> None:
         kept = [made.get(number)["label"] for number in range(50)]
     assert leased(pool) == 0
     assert [int(label[0]) for label in kept] == list(range(50))
-    assert pool.statistics().reserved <= 4 * 1.07 * MIB
+    assert pool.reserved_bytes <= 4 * 1.07 * MIB
 
 
 def test_a_lease_ends_with_the_last_view(pool: SlabPool) -> None:
@@ -320,8 +326,7 @@ def test_what_is_collated_in_vain_is_used_again(pool: SlabPool) -> None:
                     made.get(number)
             else:
                 assert made.get(number) == number
-        assert made.asks <= 1
-    assert pool.statistics().reserved <= 2 * 1.07 * MIB
+    assert pool.reserved_bytes <= 2 * 1.07 * MIB
 
 
 def test_random_sizes_held_for_random_times(pool: SlabPool) -> None:
@@ -340,7 +345,7 @@ def test_random_sizes_held_for_random_times(pool: SlabPool) -> None:
             for old in [n for n in held if chance.random() < 0.012]:
                 assert (held.pop(old) == old % 251).all()
             most = max(most, sum(kept.nbytes for kept in held.values()))
-            assert pool.statistics().reserved <= 1.3 * most + slab.LOSS_BYTES + 16 * MIB
+            assert pool.reserved_bytes <= 1.3 * most + heap.LOSS_BYTES + 16 * MIB
         made.receive()
     assert most > 45 * MIB
     for old, array in held.items():
@@ -355,31 +360,35 @@ def test_over_the_budget_batches_come_inline() -> None:
     pool = make_pool(8 * MIB)
     with worker(pool, large) as made:
         kept = [made.get(number) for number in range(20)]
-        assert pool.statistics().reserved <= 8 * MIB
+        assert pool.reserved_bytes <= 8 * MIB
         in_arena = [is_in_arena(pool, batch) for batch in kept]
         assert 4 <= sum(in_arena) <= 8
         assert not in_arena[-1]
         for number, batch in enumerate(kept):
             assert torch.equal(batch, large(number))
         del kept, batch
-        made.get(0)
-        wait_until(lambda: is_in_arena(pool, made.get(1)))  # a refused worker asks again after a while
+        assert is_in_arena(pool, made.get(0))
     pool.close()
 
 
 def test_surplus_is_given_back_when_demand_falls(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After two periods in which less was used, what they did not use has gone, in small steps."""
-    with worker(pool, large) as made:
-        kept = [made.get(number) for number in range(40)]
-        peak = pool.statistics().reserved
-        del kept
-        now = time.monotonic()
-        for step in range(40):
-            monkeypatch.setattr(slab, "monotonic", lambda at=now + step: at)
-            made.get(0)
-        monkeypatch.undo()
-        assert peak >= 40 * MIB
-        assert pool.statistics().reserved < 12 * MIB
+    record = heap_for_a_worker(pool)
+    owner = record.hand_over(1)
+    assert owner is not None
+    taken = [owner.take(MIB) for _ in range(40)]
+    assert pool.reserved_bytes == 40 * MIB
+    for region in taken:
+        assert region is not None
+        owner.put_back(region)
+    now = time.monotonic()
+    for step in range(40):
+        monkeypatch.setattr(heap, "monotonic", lambda at=now + step: at)
+        region = owner.take(MIB)
+        assert region is not None
+        owner.put_back(region)
+    assert pool.reserved_bytes < 12 * MIB
+    record.reclaim()
 
 
 def test_an_idle_pool_gives_everything_back(pool: SlabPool) -> None:
@@ -390,10 +399,10 @@ def test_an_idle_pool_gives_everything_back(pool: SlabPool) -> None:
     with worker(pool, large) as made:
         kept = [made.get(number) for number in range(10)]
         del kept
-    assert [delay_s for delay_s, _ in planned] == [slab.PERIOD_S]
+    assert [delay_s for delay_s, _ in planned] == [heap.PERIOD_S]
     while planned:
         planned.pop()[1]()
-    assert pool.statistics().reserved == 0
+    assert pool.reserved_bytes == 0
 
 
 def test_an_epoch_after_the_other_finds_its_memory(pool: SlabPool) -> None:
@@ -404,38 +413,36 @@ def test_an_epoch_after_the_other_finds_its_memory(pool: SlabPool) -> None:
             for number in range(5):
                 batch = made.get(number)
     assert batch is not None
-    assert pool.statistics().reserved <= 5 * 1.07 * MIB
+    assert pool.reserved_bytes <= 5 * 1.07 * MIB
     del batch
 
 
 def test_memory_for_what_this_process_receives(pool: SlabPool) -> None:
     """It is on lease as long as anything refers to it, and used again then."""
-    assert pool.handle() is not None
     memory = pool.receive(1 << 20)
     assert memory is not None
     assert len(memory) == 1 << 20
     memory[:] = b"x" * (1 << 20)
     view = memory[5:6]
     del memory
-    assert pool.statistics().leased == 1 << 20
+    assert pool.leased_bytes == 1 << 20
     del view
     again = pool.receive(1 << 20)
     assert again is not None
     assert again[5] == ord("x")  # the same memory
-    assert pool.statistics().reserved == 1 << 20
+    assert pool.reserved_bytes == 1 << 20
     del again
-    pool.turn()
+    pool.drain()
 
 
 def test_memory_to_receive_in_is_bounded_by_the_budget() -> None:
     """Beyond that there is none, and the caller takes other memory."""
     pool = make_pool(1 << 20)
-    assert pool.handle() is not None
     memory = pool.receive(1 << 20)
     assert memory is not None
     assert pool.receive(1 << 20) is None
     del memory
-    pool.turn()
+    pool.drain()
     pool.close()
 
 
@@ -443,9 +450,9 @@ def test_trim_gives_all_free_memory_back(pool: SlabPool) -> None:
     """At once, and the memory is really gone."""
     with worker(pool, large) as made:
         del [made.get(number) for number in range(10)][:]
-    assert pool.statistics().reserved > 0
+    assert pool.reserved_bytes > 0
     pool.trim()
-    assert pool.statistics() == (0, 0, 0)
+    assert (pool.reserved_bytes, pool.leased_bytes) == (0, 0)
     assert os.fstat(inside.descriptor(inside.arena(pool))).st_blocks == 0
 
 
@@ -475,8 +482,8 @@ def test_without_a_loop_what_is_free_is_given_back_and_the_next_loop_does_the_re
     pool.leave_loop()
     (watched,) = first.add_reader.call_args_list
     first.remove_reader.assert_called_once_with(watched.args[0])
-    leased = pool.statistics().leased
-    assert pool.statistics().reserved == leased > 0
+    leased = pool.leased_bytes
+    assert pool.reserved_bytes == leased > 0
     kept.clear()  # nobody to tell
     pool.live_on(second)
     assert second.add_reader.call_args_list == [watched]
@@ -485,7 +492,7 @@ def test_without_a_loop_what_is_free_is_given_back_and_the_next_loop_does_the_re
     ended(fork)
     second.remove_reader.assert_called_once_with(watched.args[0])
     pool.trim()
-    assert pool.statistics() == (0, 0, 0)
+    assert (pool.reserved_bytes, pool.leased_bytes) == (0, 0)
 
 
 # --------------------------------------------------------------------------------------------------------- forks
@@ -521,10 +528,10 @@ def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: SlabPoo
         assert child.wait() == 0
     for fd in (*go, *child_has):
         os.close(fd)
-    pool.turn()
-    assert pool.statistics().leased == 0
+    pool.drain()
+    assert pool.leased_bytes == 0
     pool.trim()
-    assert pool.statistics().reserved == pytest.approx(MIB, rel=0.1)  # the one that the child might still look at
+    assert pool.reserved_bytes == pytest.approx(MIB, rel=0.1)  # the one that the child might still look at
 
 
 @pytest.mark.parametrize("how", ["fork", "program"])
@@ -535,7 +542,7 @@ def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) ->
     worker for the next ones, and those three that were held or ready at the latest fork; a few more, if the worker is
     ahead of this process. 30 forks would add up to more than 30.
     """
-    before = slab.slab_pool().statistics().reserved
+    before = slab.slab_pool().reserved_bytes
     iterator = iter(DataLoader([torch.zeros(FLOATS)] * 40, num_workers=1, max_buffered_bytes=0))
     reserved = []
     for _ in range(30):
@@ -545,7 +552,7 @@ def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) ->
         else:
             subprocess.run(["true"], check=True, preexec_fn=os.getpid)
         wait_until(lambda: not inside.has_forks(slab.slab_pool()))  # the loop has heard of its end
-        reserved.append(slab.slab_pool().statistics().reserved)
+        reserved.append(slab.slab_pool().reserved_bytes)
     del batch
     iterator.close()
     assert max(reserved) - before < 20 * MIB
@@ -559,7 +566,7 @@ def test_a_fork_with_nothing_on_lease_costs_nothing(process_pool: SlabPool) -> N
             made.get(number)
             assert forked(lambda: True).wait() == 0
     pool.trim()
-    assert pool.statistics().reserved == 0
+    assert pool.reserved_bytes == 0
 
 
 def test_a_batch_that_comes_right_before_a_fork_is_unchanged_in_the_child(
@@ -567,7 +574,6 @@ def test_a_batch_that_comes_right_before_a_fork_is_unchanged_in_the_child(
 ) -> None:
     """Also if it has the slab, and what stands guard over it the address, of one that had ended."""
     pool, make_pipe = process_pool, os.pipe
-    assert pool.handle() is not None
     pool.live_on(Mock())
     batches = [pool.receive(MIB)]
     hung_up: list[int] = []
@@ -584,8 +590,9 @@ def test_a_batch_that_comes_right_before_a_fork_is_unchanged_in_the_child(
     monkeypatch.undo()
     pool.after_fork()
     batches.clear()
-    pool.turn()
-    assert pool.statistics().free == 0  # the child has it
+    pool.drain()
+    pool.trim()
+    assert pool.reserved_bytes == MIB  # the child has it
     for fd in hung_up:
         os.close(fd)
 
@@ -602,7 +609,7 @@ def test_a_worker_forked_while_batches_are_on_lease(process_pool: SlabPool) -> N
             addresses |= {first.get(number).data_ptr() for number in range(10)}
             assert address not in addresses
     pool.trim()
-    assert pool.statistics().reserved == 0
+    assert pool.reserved_bytes == 0
 
 
 def test_a_child_has_a_pool_of_its_own() -> None:
@@ -636,19 +643,18 @@ def test_posix_shared_memory_does_the_same(start_method: str, monkeypatch: pytes
     assert mapped
     assert all(line.endswith("(deleted)") for line in mapped)  # other processes of these tests have names there
     pool.trim()
-    assert pool.statistics().reserved == 0
+    assert pool.reserved_bytes == 0
     pool.close()
 
 
 def test_without_any_arena_everything_comes_inline() -> None:
     """No descriptor to be had, or no address space: slower, and that is all."""
     pool = make_pool(create_arena=lambda size: None)
-    assert pool.handle() is None
     with worker(pool, large_and_label) as made:
         batch = made.get(1)
         assert torch.equal(batch["image"], large(1))
         batch["image"].zero_()
-    assert pool.statistics() == (0, 0, 0)
+    assert (pool.reserved_bytes, pool.leased_bytes) == (0, 0)
 
 
 def test_a_region_without_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,22 +666,23 @@ def test_a_region_without_memory_is_returned(monkeypatch: pytest.MonkeyPatch) ->
             batch = made.get(number)
             assert torch.equal(batch, large(number))
             assert not is_in_arena(pool, batch)
-        assert made.asks <= 2
     pool.close()
 
 
 def test_a_payload_that_names_a_slab_of_somebody_else(pool: SlabPool) -> None:
-    """It is an error, and not the wrong data."""
+    """Or one that the trainer has not let go of yet: an error, and not the wrong data."""
     with worker(pool, large) as made:
         made.get(0)
         made.send(1)
-        while (message := made._connection.recv())[0] == "ask":
-            made._connection.send(("loans", made.loans.grant(*message[1])))
-        other = WorkerLoans(pool)
-        with pytest.raises(LookupError, match="not on loan"):
-            other.decode(message[1])
-        made.loans.decode(message[1])
+        payload = made._connection.recv()[1]
+        other = heap_for_a_worker(pool)
+        with pytest.raises(LookupError, match="not this worker's"):
+            other.decode(payload)
+        batch = made.heap.decode(payload)
+        with pytest.raises(LookupError, match="not this worker's"):
+            made.heap.decode(payload)
         other.reclaim()
+        del batch
     assert leased(pool) == 0
 
 
@@ -694,7 +701,7 @@ def test_workers_one_after_the_other_and_side_by_side(pool: SlabPool) -> None:
     for made in workers:
         made.close()
     assert leased(pool) == 0
-    assert pool.statistics().reserved <= 14 * MIB
+    assert pool.reserved_bytes <= 14 * MIB
 
 
 def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
@@ -724,89 +731,257 @@ def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
     assert leased(pool) == 0
 
 
-# ------------------------------------------------------------------------------------------------------ its accounts
-class Accounts(RuleBasedStateMachine):
-    """Slabs that are lent, leased, dropped and given back in any order, with pauses, in a budget that may be too small.
+# ------------------------------------------------------------------------------------------------- who may write where
+class Player:
+    """A worker in this process: its heap, and the messages between it and the parent that have not been read."""
 
-    A batch that somebody holds keeps what is in it, and each byte of the arena has one place.
+    def __init__(self, pool: SlabPool, num_workers: int) -> None:
+        self.record = heap_for_a_worker(pool)
+        heap = self.record.hand_over(num_workers)
+        assert heap is not None
+        self.heap = copy.deepcopy(heap, {id(heap.arena): heap.arena})  # as another process has it
+        self.encoder = Encoder(self.heap)
+        self.payloads: list[tuple[int, bytes]] = []
+        self.returned: list[list[int]] = []
+        self.kept: list[tuple[int, Array]] = []
+        self.views: list[tuple[int, int, int]] = []  # what its process has of the parent's batches, if it is a fork
+
+
+def stamp(array: Array, number: int) -> None:
+    array[:8] = array[-8:] = np.frombuffer(number.to_bytes(8, "little"), np.uint8)
+
+
+def view_of(number: int, array: Array) -> tuple[int, int, int]:
+    return number, array.ctypes.data, array.nbytes
+
+
+class Owners(RuleBasedStateMachine):
+    """Workers make batches, keep some, end, are killed and followed by others; the parent receives, drops and forks.
+
+    Messages are read late or never. Whatever happens in whichever order: a batch that the parent, a fork of it or a
+    worker looks at, and keys that a worker has not read, stay as they are, and each byte of a heap has one place.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(slab, "monotonic", lambda: self.now)
-        self.limit = 96 * MIB
-        self.pool = SlabPool(lambda reserved: self.limit)
-        assert self.pool.handle() is not None
-        self.lent: list[Region] = []
-        self.held: list[tuple[int, memoryview]] = []
+        self.patch.setattr(heap, "monotonic", lambda: self.now)
+        self.patch.setattr(machine, "available_bytes", lambda: 1 << 40)
+        self.pool = make_pool(48 * MIB)
+        self.loop = Mock(call_soon_threadsafe=lambda call, *args: call(*args))
+        self.pool.live_on(self.loop)
+        self.workers: list[Player] = []
+        self.held: list[tuple[int, Array]] = []
+        self.forks: list[tuple[Any, list[tuple[int, int, int]]]] = []
+        self.keys: dict[int, tuple[Player, tuple[int, int]]] = {}  # by ticket, the place in shared memory
         self.count = 0
 
-    @rule(nbytes=st.sampled_from([1, 100 << 10, MIB, 5 * MIB, 30 * MIB]), may_carve=st.booleans())
-    def lend(self, nbytes: int, may_carve: bool) -> None:
-        self.pool.turn()
-        region = self.pool.obtain(nbytes, may_carve)
-        if region is not None:
-            assert region.capacity >= nbytes
-            assert not region.users
-            region.users.add(self)
-            self.lent.append(region)
-
-    @precondition(lambda self: self.lent)
-    @rule(data=st.data())
-    def send(self, data: st.DataObject) -> None:
-        region = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
-        shared = self.pool.handle()
-        assert shared is not None
-        assert shared.reserve(region.offset, region.capacity)
+    def number(self) -> int:
         self.count += 1
-        memory = self.pool.lease(region, 1)[:4]
-        memory[:] = self.count.to_bytes(4, "little")
-        region.users.discard(self)
-        self.held.append((self.count, memory))
+        return self.count
+
+    def views(self) -> list[tuple[int, int, int]]:
+        """What a fork has of the trainer's batches, but for those of which it has a copy."""
+        there = inside.arena(self.pool)
+        return [view_of(*each) for each in self.held if 0 <= each[1].ctypes.data - there.base < there.size]
+
+    @precondition(lambda self: len(self.workers) < 3)
+    @rule(is_forked=st.booleans())
+    def start(self, is_forked: bool) -> None:
+        made = Player(self.pool, 3)
+        if is_forked:
+            with made.record.starting():
+                self.pool.before_fork()
+                made.views = self.views()
+                self.pool.after_fork()
+        self.workers.append(made)
+
+    @precondition(lambda self: self.workers)
+    @rule(
+        data=st.data(),
+        nbytes=st.sampled_from([MIB, MIB, MIB, 9 * MIB]),
+        is_collated=st.booleans(),
+        is_kept=st.booleans(),
+        is_sent=st.sampled_from([True, True, True, False]),
+        is_received=st.booleans(),
+    )
+    def make(
+        self, data: st.DataObject, nbytes: int, is_collated: bool, is_kept: bool, is_sent: bool, is_received: bool
+    ) -> None:
+        made = self.worker(data)
+        number = self.number()
+        with made.encoder:
+            memory = made.encoder.allocate(nbytes) if is_collated else None
+        array = np.ndarray((nbytes,), np.uint8, memory)
+        stamp(array, number)
+        if is_sent:
+            made.payloads.append((number, b"".join(map(bytes, made.encoder.encode([array, array[100:]])))))
+        if is_kept:
+            made.kept.append((number, array))
+        while is_received and made.payloads:
+            self.decode(made, is_wanted=True)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def send_again(self, data: st.DataObject) -> None:
+        """A batch that the worker has kept, and may have sent before."""
+        made = self.worker(data)
+        for number, array in made.kept[-1:]:
+            made.payloads.append((number, b"".join(map(bytes, made.encoder.encode([array, array[100:]])))))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        del self.worker(data).kept[:-2]
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), is_wanted=st.booleans())
+    def receive(self, data: st.DataObject, is_wanted: bool) -> None:
+        made = self.worker(data)
+        if made.payloads:
+            self.decode(made, is_wanted)
+
+    def decode(self, made: Player, is_wanted: bool) -> None:
+        number, payload = made.payloads.pop(0)
+        batch = made.record.decode(payload)[0]
+        if is_wanted:
+            self.held.append((number, batch[0]))
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        number, memory = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        assert int.from_bytes(memory, "little") == number
+    @rule(data=st.data(), is_all=st.booleans())
+    def drop(self, data: st.DataObject, is_all: bool) -> None:
+        at = data.draw(st.integers(0, len(self.held) - 1))
+        del self.held[slice(None) if is_all else slice(at, at + 1)]
 
-    @precondition(lambda self: self.lent)
+    @rule(nbytes=st.sampled_from([100_000, 3 * MIB]))
+    def receive_elsewhere(self, nbytes: int) -> None:
+        if (memory := self.pool.receive(nbytes)) is not None:
+            array, number = np.frombuffer(memory, np.uint8), self.number()
+            stamp(array, number)
+            self.held.append((number, array))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), is_read=st.sampled_from([True, True, True, False]))
+    def send_tickets(self, data: st.DataObject, is_read: bool) -> None:
+        made = self.worker(data)
+        made.returned.append(made.record.returned())
+        while is_read and made.returned:
+            made.heap.returned(made.returned.pop(0))
+
     @rule()
-    def give_up(self) -> None:
-        self.pool.release(self.lent.pop(), self)
+    def come_round(self) -> None:
+        """All is received, dropped and returned: the next batches are made in memory that was used."""
+        for made in self.workers:
+            while made.payloads:
+                self.decode(made, is_wanted=True)
+        self.held.clear()
+        for made in self.workers:
+            made.returned.append(made.record.returned())
+            while made.returned:
+                made.heap.returned(made.returned.pop(0))
 
-    @rule(seconds=st.sampled_from([0.1, 6.0]), limit=st.sampled_from([8, 40, 96]))
-    def wait(self, seconds: float, limit: int) -> None:
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def send_keys(self, data: st.DataObject) -> None:
+        made, number = self.worker(data), self.number()
+        made.record.has_reader = True
+        placed = made.record.place(0, number, [number.to_bytes(8, "little") * 4_000])
+        if isinstance(placed, tuple):
+            self.keys[number] = made, placed
+
+    @precondition(lambda self: self.keys)
+    @rule(data=st.data(), is_of_later_run=st.booleans())
+    def answer(self, data: st.DataObject, is_of_later_run: bool) -> None:
+        """In whichever order. Whoever answers a ticket of a later run has read all of the runs before."""
+        number = data.draw(st.sampled_from(sorted(self.keys)))
+        made, _ = self.keys.pop(number)
+        made.record.answered((int(is_of_later_run), number))
+        if is_of_later_run:
+            self.keys = {number: each for number, each in self.keys.items() if each[0] is not made}
+            assert not inside.written(made.record)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), is_killed=st.booleans(), num_read=st.integers(0, 3))
+    def end(self, data: st.DataObject, is_killed: bool, num_read: int) -> None:
+        made = self.worker(data)
+        self.workers.remove(made)
+        if not is_killed:
+            made.record.on_left([(each.offset, each.capacity) for each in made.heap.regions()])
+        while made.payloads and (not is_killed or num_read):
+            num_read -= 1
+            self.decode(made, is_wanted=bool(num_read % 2))
+        self.keys = {number: each for number, each in self.keys.items() if each[0] is not made}
+        made.record.reclaim()
+
+    @precondition(lambda self: len(self.forks) < 3)
+    @rule(is_dropped=st.booleans())
+    def fork(self, is_dropped: bool) -> None:
+        """In the child are all batches of that moment, whatever other threads do before and after."""
+        self.loop.add_reader.reset_mock()
+        self.pool.before_fork()
+        views = self.views()
+        if is_dropped:
+            del self.held[:1]
+            self.pool.drain()
+        self.pool.after_fork()
+        for call in self.loop.add_reader.call_args_list:
+            self.forks.append((call.args[2], views))
+
+    @precondition(lambda self: self.forks)
+    @rule()
+    def end_fork(self) -> None:
+        self.pool._on_fork_ended(self.forks.pop(0)[0])
+
+    @rule(seconds=st.sampled_from([0.5, 6.0]))
+    def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.limit = limit * MIB
-        self.pool.turn()
 
     @rule()
     def trim(self) -> None:
         self.pool.trim()
-        assert self.pool.statistics().free == 0
+
+    def worker(self, data: st.DataObject) -> Player:
+        return self.workers[data.draw(st.integers(0, len(self.workers) - 1))]
+
+    @invariant()
+    def nothing_is_written_over(self) -> None:
+        seen = [view_of(*each) for each in self.held]
+        for made in self.workers:
+            seen += made.views + [view_of(*each) for each in made.kept]
+        for _, views in self.forks:
+            seen += views
+        for number, address, nbytes in seen:
+            for at in (address, address + nbytes - 8):
+                assert ctypes.string_at(at, 8) == number.to_bytes(8, "little")
+        for number, (made, placed) in self.keys.items():
+            assert bytes(made.heap.view(*placed)) == number.to_bytes(8, "little") * 4_000
 
     @invariant()
     def each_byte_has_one_place(self) -> None:
-        pool, shared = self.pool, self.pool.handle()
-        assert shared is not None
-        regions, cold, free, swept, reserved = inside.accounts(pool)
-        places = sorted([*cold, *((region.offset, region.capacity) for region in regions)])
-        assert [offset for offset, _ in places] == [0, *itertools.accumulate(size for _, size in places)][:-1]
-        assert sum(places[-1]) == shared.size
-        assert reserved == sum(region.capacity for region in regions)
-        used = [region.number for region in regions if region.users]
-        assert sorted([*free, *used, *swept]) == sorted(region.number for region in regions)
+        for made in self.workers:
+            first, length, sent = made.record._first, made.record._length, made.record._sent
+            places = [(each.offset, each.capacity) for each in made.heap.regions()] + made.heap._cold._free
+            assert sorted(places) == sorted(set(places))
+            assert sum(size for _, size in places) == length
+            assert not [*gaps(first, first + length, [Region(*each) for each in places])]
+            assert sent.keys() <= made.heap._sent.keys()
+        for record in self.pool.ownerless:
+            used = [*record.idle, *record._sent.values()]
+            assert all(one.offset + one.capacity <= two.offset for one, two in pairwise(sorted(used, key=OFFSET)))
 
     def teardown(self) -> None:
         self.held.clear()
-        for region in self.lent:
-            self.pool.release(region, self)
+        while self.forks:
+            self.end_fork()
+        while self.workers:
+            made = self.workers.pop()
+            made.payloads.clear()
+            made.record.reclaim()
         self.pool.close()
         self.patch.undo()
 
 
-Accounts.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-TestAccounts = Accounts.TestCase
+OFFSET = attrgetter("offset")
+Owners.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
+TestOwners = Owners.TestCase

@@ -16,38 +16,27 @@ from typing import Any
 import torch
 
 from asyncloader.transport import collate
-from asyncloader.transport.arena import Arena
 from asyncloader.transport.codec import Encoder
-from asyncloader.transport.loans import WorkerSlabs
+from asyncloader.transport.heap import Heap
 from asyncloader.transport.slab import SlabPool
-from asyncloader.transport.worker_loans import WorkerLoans
+from asyncloader.transport.worker_heap import heap_for_a_worker
 
 Make = Callable[[int], Any]
 
 
-def serve(connection: Connection, handle: Arena | None, make: Make) -> None:
+def serve(connection: Connection, heap: Heap | None, make: Make) -> None:
     """Be the worker: make the batch of each number that comes, until None comes."""
     torch.set_num_threads(1)
-    slabs = WorkerSlabs(handle) if handle is not None else None
-    encoder = Encoder(slabs)
+    encoder = Encoder(heap)
     collate.install(encoder)
-    waiting: list[Any] = []
-
-    def ask(sizes: list[int], returned: list[int]) -> Any:
-        connection.send(("ask", (sizes, returned)))
-        while (message := connection.recv())[0] != "loans":
-            waiting.append(message)
-        return message[1]
-
-    if slabs is not None:
-        slabs.ask = ask
     while True:
-        kind, content = waiting.pop(0) if waiting else connection.recv()
+        kind, content = connection.recv()
         if kind == "end":
+            connection.send(("heap", [] if heap is None else [(each.offset, each.capacity) for each in heap.regions()]))
             return
-        number, loans = content
-        if slabs is not None:
-            slabs.add(loans)
+        number, returned = content
+        if heap is not None:
+            heap.returned(returned)
         try:
             with encoder:
                 batch = make(number)
@@ -56,7 +45,6 @@ def serve(connection: Connection, handle: Arena | None, make: Make) -> None:
             connection.send(("failure", pickle.dumps(error)))
             continue
         del batch
-        encoder.release()
         connection.send(("result", b"".join(bytes(part) for part in parts)))
 
 
@@ -66,31 +54,22 @@ class Worker:
     def __init__(self, pool: SlabPool, make: Make, method: str = "fork") -> None:
         context: Any = multiprocessing.get_context(method)
         self._connection, theirs = context.Pipe()
-        self.loans = WorkerLoans(pool)
-        self.process = context.Process(target=serve, args=(theirs, pool.handle(), make))
-        with self.loans.starting():
+        self.heap = heap_for_a_worker(pool)
+        self.process = context.Process(target=serve, args=(theirs, self.heap.hand_over(1), make))
+        with self.heap.starting():
             self.process.start()
         theirs.close()
-        self.asks = 0
-        self.num_outstanding = 0
         self.payload_bytes = 0  # of the last result
 
     def send(self, number: int) -> None:
-        self.num_outstanding += 1
-        self._connection.send(("ticket", (number, self.loans.lend(self.num_outstanding))))
+        self._connection.send(("ticket", (number, self.heap.returned())))
 
     def receive(self) -> Any:
-        while True:
-            kind, content = self._connection.recv()
-            if kind == "ask":
-                self.asks += 1
-                self._connection.send(("loans", self.loans.grant(*content)))
-                continue
-            self.num_outstanding -= 1
-            if kind == "failure":
-                raise pickle.loads(content)
-            self.payload_bytes = len(content)
-            return self.loans.decode(content)[0]
+        kind, content = self._connection.recv()
+        if kind == "failure":
+            raise pickle.loads(content)
+        self.payload_bytes = len(content)
+        return self.heap.decode(content)[0]
 
     def get(self, number: int) -> Any:
         """One batch, there and back."""
@@ -102,15 +81,18 @@ class Worker:
         self._end()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, EOFError):
             self._connection.send(("end", None))
+            while (message := self._connection.recv())[0] != "heap":  # batches that nobody wants
+                pass
+            self.heap.on_left(message[1])
         self._end()
 
     def _end(self) -> None:
         self.process.join()
         self.process.close()
         self._connection.close()
-        self.loans.reclaim()
+        self.heap.reclaim()
 
 
 @contextlib.contextmanager
@@ -126,4 +108,4 @@ def worker(pool: SlabPool, make: Make, method: str = "fork") -> Iterator[Worker]
 
 
 def make_pool(nbytes: int = 1 << 30, **options: Any) -> SlabPool:
-    return SlabPool(lambda reserved: nbytes, **options)
+    return SlabPool(nbytes, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import pickle
@@ -15,16 +14,9 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, WorkerDiedError
-from asyncloader.backends.processes.channel import open_pair
 from asyncloader.engine.portal import get_portal
-from asyncloader.messages.frames import frame
 from asyncloader.messages.messages import Kind
-from asyncloader.messages.outcome import NO_RECORD, Outcome
-from asyncloader.messages.tickets import pack_tickets
-from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.channel import WorkerChannel
-from asyncloader.worker.guarded_loop import GuardedLoop
-from asyncloader.worker.transport import ProcessTransport
 
 
 def refuse(pid: int, error: type[BaseException]) -> Any:
@@ -206,8 +198,8 @@ class Babbling(Dataset[Any]):
     ("kind", "body"),
     [
         (Kind.BATCH, b"short"),
-        (Kind.ASK, b"no pickle"),
-        (Kind.ASK, pickle.dumps(([], [77]))),
+        (Kind.HEAP, b"no pickle"),
+        (Kind.HEAP, pickle.dumps([77])),
     ],
 )
 def test_messages_that_make_no_sense(kind: Kind, body: bytes) -> None:
@@ -217,35 +209,6 @@ def test_messages_that_make_no_sense(kind: Kind, body: bytes) -> None:
     )
     assert WorkerDiedError in outcomes(loader)
     assert get_portal().loop.is_running()
-
-
-@pytest.mark.parametrize("is_behind", [False, True])
-async def test_tickets_beside_the_answer_to_a_question_are_heard_of(is_behind: bool) -> None:
-    """A worker whose samples overlap asks for memory, and one read brings tickets as well: no other message may come.
-
-    On a busy machine the trainer has sent both before the worker reads. Tickets behind the answer were left unread, and
-    the trainer waited for their batches.
-    """
-    heard: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-    ours, theirs = open_pair()
-    transport = ProcessTransport(0, WorkerChannel(theirs), slab_pool().handle())
-
-    def on_messages() -> None:
-        while (message := transport.receive(wait=False)) is not None:
-            heard.put_nowait(message)
-
-    answer = frame(Kind.LOANS, [pickle.dumps([])])
-    tickets = frame(Kind.TICKETS, [pack_tickets([(0, pickle.dumps([1, 2]))])])
-    try:
-        transport.listen(GuardedLoop(asyncio.get_running_loop()), on_messages)
-        await asyncio.sleep(0)  # what `listen` itself has the loop look at is over
-        ours.sendall(b"".join([*answer, *tickets] if is_behind else [*tickets, *answer]))
-        transport.send_outcome([Outcome(Kind.BATCH, NO_RECORD, torch.zeros(1 << 18))])
-        assert await asyncio.wait_for(heard.get(), 20) == (Kind.TICKETS, [(0, [1, 2])])
-    finally:
-        transport.unlisten()
-        ours.close()
-        theirs.close()
 
 
 class InitialisesCuda(Dataset[Any]):

@@ -31,8 +31,8 @@ NBYTES = 1 << 14  # less than torch would use threads for
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SlabPool]:
     """Slabs of few bytes, so that each is used again as soon as it may be."""
-    pool = SlabPool(limit=lambda reserved: 16 * NBYTES, create_arena=lambda size: arena.create(1 << 28))
-    pool.handle()
+    pool = SlabPool(max_bytes=16 * NBYTES, create_arena=lambda size: arena.create(1 << 28))
+    assert pool.own is not None  # the arena is there from now on
     yield pool
     pool.close()
 

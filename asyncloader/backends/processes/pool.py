@@ -1,6 +1,6 @@
 """The workers of one iterator: start them, give them tickets, replace the dead, end them.
 
-    session ── start, send, add, dismiss, end ──> Pool ── one WorkerProcess and its loans of slabs per worker id
+    session ── start, send, add, dismiss, end ──> Pool ── one WorkerProcess and its heap of slabs per worker id
             <── on_ready, on_outcome, on_died, on_closed
 
 A worker id keeps its place when its process is replaced, or renewed. With persistent workers a pool outlives
@@ -38,7 +38,7 @@ from asyncloader.messages.pickled_spec import PickledSpec
 from asyncloader.messages.tickets import TicketPickler, pack_tickets, pickle_tickets
 from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import slab_pool
-from asyncloader.transport.worker_loans import WorkerLoans
+from asyncloader.transport.worker_heap import WorkerHeap, heap_for_a_worker
 from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -64,9 +64,8 @@ class Pool(BasePool[WorkerProcess]):
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
         self._slabs = slab_pool()
         self._slabs.live_on(loop.loop)
-        self._loans: dict[WorkerProcess, WorkerLoans] = {}
+        self._heaps: dict[WorkerProcess, WorkerHeap] = {}
         self._dumps = TicketPickler()
-        self._outstanding: dict[int, int] = {}
         self._spares: dict[int, WorkerProcess] = {}  # started to take the place of a worker, which is there still
         self._managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of executors: these have pipes
         self._is_starting = False  # somebody may be launching one more
@@ -118,7 +117,6 @@ class Pool(BasePool[WorkerProcess]):
                     break
                 begun = self._epoch
                 for process in (yield from self._start_some(workers[first : first + _AT_ONCE], begun)):
-                    self._outstanding[process.worker_id] = 0
                     self.processes[process.worker_id] = process
                     if self._epoch is not begun:  # while it was being launched
                         process.channel.send(Kind.EPOCH, pickle.dumps(self._epoch))
@@ -140,23 +138,27 @@ class Pool(BasePool[WorkerProcess]):
             WorkerStartError: if the system has no room for one of them.
         """
         started = {
-            WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps): WorkerLoans(self._slabs)
+            WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps): heap_for_a_worker(self._slabs)
             for worker in workers
         }
-        of_all = self._source, self._slabs.handle(), epoch, self._spec.thread
-        launches = [partial(each.launch, self._context, loans.starting, *of_all) for each, loans in started.items()]
+        share = epoch.num_workers or self._spec.num_workers
+        thread = self._spec.thread
+        launches = [
+            partial(each.launch, self._context, heap.starting, self._source, heap.hand_over(share), epoch, thread)
+            for each, heap in started.items()
+        ]
         try:
             yield partial(launch_all, self._context, launches)
             for process in started:
                 process.watch(is_forked=not self.takes_long)
         except BaseException as error:
-            for process, loans in started.items():
+            for process, heap in started.items():
                 process.close()
-                loans.reclaim()
+                heap.reclaim()
             if isinstance(error, OSError):
                 raise could_not_start(error) from error
             raise
-        self._loans |= started
+        self._heaps |= started
         return list(started)
 
     def discard(self, worker: int) -> None:
@@ -179,7 +181,6 @@ class Pool(BasePool[WorkerProcess]):
             before = None
         self.processes[worker] = self.prepare(worker, num_workers)
         del self._spares[worker]
-        self._outstanding[worker] = 0
         self._let_go(before, END_GRACE_S)
 
     def prepare(self, worker: int, num_workers: int) -> WorkerProcess:
@@ -215,8 +216,7 @@ class Pool(BasePool[WorkerProcess]):
         """Begin a new run over the data; tickets of the last one are forgotten."""
         self._epoch = epoch
         body = pickle.dumps(epoch)
-        for worker, process in self.processes.items():
-            self._outstanding[worker] = 0
+        for process in self.processes.values():
             process.channel.send(Kind.EPOCH, body, more=True)
         for process in self._spares.values():
             process.channel.send(Kind.EPOCH, body)
@@ -233,14 +233,13 @@ class Pool(BasePool[WorkerProcess]):
     # ------------------------------------------------------------------------------------------------- sending
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
-        """Give the worker tickets, and slabs to do them in; return those whose keys cannot be pickled."""
+        """Give the worker tickets, and slabs to use again; return those whose keys cannot be pickled."""
         process = self.processes[worker]
-        of_worker = self._loans[process]
-        pickled, refused = pickle_tickets(tickets, self._dumps, partial(of_worker.place, self._epoch.number))
+        heap = self._heaps[process]
+        pickled, refused = pickle_tickets(tickets, self._dumps, partial(heap.place, self._epoch.number))
         if not pickled:
             return refused
-        self._outstanding[worker] += len(pickled)
-        process.channel.send(Kind.TICKETS, pack_tickets(pickled, of_worker.lend(self._outstanding[worker])))
+        process.channel.send(Kind.TICKETS, pack_tickets(pickled, heap.returned()))
         return refused
 
     # ---------------------------------------------------------------------------------------------- receiving
@@ -251,17 +250,18 @@ class Pool(BasePool[WorkerProcess]):
         Raises:
             BadFrame: it is not what a worker of ours writes.
         """
+        if kind == Kind.HEAP:
+            self._on_heap(process, body)
+            return
         if process in self._leaving:
             return
         if kind in OUTCOMES:
             self._on_outcome(process, kind, body, arrived_at)
             return
         worker = process.worker_id
-        if kind == Kind.ASK:
-            self._lend(process, body)
-        elif kind == Kind.UP:
+        if kind == Kind.UP:
             process.on_up()
-            self._loans[process].has_reader = len(body) > 0
+            self._heaps[process].has_reader = len(body) > 0
         elif kind == Kind.AWAITS:
             process.on_awaits(pickle.loads(body))
         elif kind == Kind.ENDING:
@@ -277,27 +277,25 @@ class Pool(BasePool[WorkerProcess]):
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
-    def _lend(self, process: WorkerProcess, body: memoryview) -> None:
-        """Answer a worker that asks for slabs, and waits: a question that makes no sense is its end."""
+    def _on_heap(self, process: WorkerProcess, body: memoryview) -> None:
+        """Note what slabs a worker has that is about to end, whether or not it is expected to."""
         try:
-            loans = self._loans[process].grant(*pickle.loads(body))
+            self._heaps[process].on_left(pickle.loads(body))
         except Exception as error:
-            raise BadFrame(f"a question for slabs that raised {error!r}") from error
-        process.channel.send(Kind.LOANS, pickle.dumps(loans, 5))
+            raise BadFrame(f"a list of slabs that raised {error!r}") from error
 
     def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview, arrived_at: float) -> None:
         worker = process.worker_id
-        loans = self._loans[process]
-        outcome = unpack(kind, body, loans.decode)
-        loans.answered((outcome.record.epoch, outcome.record.ticket))
+        heap = self._heaps[process]
+        outcome = unpack(kind, body, heap.decode)
+        heap.answered((outcome.record.epoch, outcome.record.ticket))
         if self.listener is not None and outcome.record.epoch == self._epoch.number:
-            self._outstanding[worker] -= 1
             self.listener.on_outcome(worker, outcome, arrived_at)
 
     def on_exit(self, process: WorkerProcess, expected: bool) -> None:
         """A process is gone."""
-        if (loans := self._loans.pop(process, None)) is not None:
-            loans.reclaim()
+        if (heap := self._heaps.pop(process, None)) is not None:
+            heap.reclaim()
         if self._spares.get(process.worker_id) is process:
             del self._spares[process.worker_id]
             expected = True
@@ -312,8 +310,8 @@ class Pool(BasePool[WorkerProcess]):
     def _close(self) -> None:
         if isinstance(self._source, PickledSpec):
             self._source.close()
-        while self._loans:  # of workers whose end was not dealt with to the last, because something failed
-            self._loans.popitem()[1].reclaim()
+        while self._heaps:  # of workers whose end was not dealt with to the last, because something failed
+            self._heaps.popitem()[1].reclaim()
         super()._close()
 
     def _everyone(self) -> tuple[WorkerProcess, ...]:

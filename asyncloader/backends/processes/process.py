@@ -114,7 +114,7 @@ class WorkerProcess(Worker):
         context: BaseContext,
         forking: Forking,
         source: Any,
-        arena: Any,
+        heap: Any,
         epoch: EpochSpec,
         thread: IteratingThread | None,
     ) -> None:
@@ -129,7 +129,7 @@ class WorkerProcess(Worker):
         ends = self._connect()
         try:
             main = fresh.main_module() if fresh.imports_main(context) else {}
-            args = (self.worker_id, ends, Later((source, arena, epoch)), method, thread, main)
+            args = (self.worker_id, ends, Later((source, heap, epoch)), method, thread, main)
             process = fresh.make_process(context, bootstrap.start, args)
             with forking():
                 if method == "fork":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import threading
@@ -112,7 +111,7 @@ async def test_a_worker_that_does_not_read_holds_up_nobody(ends: tuple[Parent, s
     for number in range(8):
         memory[:] = bytes([number]) * len(memory)
         parent.channel.send(Kind.TICKETS, memory)
-        parent.channel.send(Kind.LOANS, b"small")
+        parent.channel.send(Kind.CONFIRM, b"small")
     memory[:] = b"\xff" * len(memory)
     assert parent.channel._unsent
     worker = WorkerChannel(theirs)
@@ -121,7 +120,7 @@ async def test_a_worker_that_does_not_read_holds_up_nobody(ends: tuple[Parent, s
         return [worker.receive(wait=True) for _ in range(16)]
 
     received = await asyncio.to_thread(read_all)
-    assert received[1::2] == [(Kind.LOANS, b"small")] * 8
+    assert received[1::2] == [(Kind.CONFIRM, b"small")] * 8
     assert [(kind, body[0], len(set(body)), len(body)) for kind, body in received[::2]] == [
         (Kind.TICKETS, number, 1, 700_000) for number in range(8)
     ]
@@ -224,14 +223,3 @@ def test_the_worker_learns_that_the_parent_is_gone() -> None:
         worker.send(Kind.BATCH, b"x" * (8 << 20))
     timer.join()
     worker.close()
-
-
-def test_frames_put_back_come_first() -> None:
-    """In their order, before what came after them."""
-    ours, theirs = open_pair()
-    worker = WorkerChannel(theirs)
-    with contextlib.closing(ours), contextlib.closing(worker):
-        ours.sendall(wire([(Kind.TICKETS, b"1"), (Kind.TICKETS, b"2"), (Kind.LOANS, b"3"), (Kind.END, b"")]))
-        passed = [worker.receive(wait=True) for _ in range(3)]
-        worker.put_back([received for received in passed[:2] if received is not None])
-        assert [worker.receive(wait=True) for _ in range(3)] == [*passed[:2], (Kind.END, b"")]

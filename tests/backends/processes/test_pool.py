@@ -66,9 +66,9 @@ class Played:
         self.heard: list[Any] = []
         self.made.append(self)
 
-    def launch(self, context: Any, forking: Any, source: Any, arena: Any, epoch: EpochSpec, thread: Any) -> None:
+    def launch(self, context: Any, forking: Any, source: Any, heap: Any, epoch: EpochSpec, thread: Any) -> None:
         """Be launched."""
-        self.source, self.epoch = source, epoch
+        self.source, self.memory, self.epoch = source, heap, epoch
         if self.worker_id == self.refused:
             raise OSError("no room")
         self.heard.append("launched")
@@ -221,15 +221,14 @@ def test_large_keys_go_by_slab_to_workers_that_have_told_that_they_read_them(mak
     assert tickets_of(second) == [([1], [keys])]
     sent = [unpack_tickets(body)[1][0][1] for kind, body in first.channel.sent if kind == Kind.TICKETS]
     assert [type(each) for each in sent] == [bytes, tuple]
-    (region,) = [region for region in inside.accounts(slabs).regions if region.users]
     first.outcome(left_out(0), 0)
-    assert region.users
+    assert inside.used_bytes(slabs) > 100_000
     first.outcome(left_out(2), 0)
-    assert not region.users
+    assert not inside.used_bytes(slabs)
 
 
 def test_where_one_cannot_be_started_the_others_are_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, those that were launched with it and those before; neither it nor they have loans."""
+    """At once, those that were launched with it and those before; it has no heap then."""
     monkeypatch.setattr(Played, "refused", 2)
     monkeypatch.setattr(module, "_AT_ONCE", 2)
     with pytest.raises(WorkerStartError, match="no room"):
@@ -237,7 +236,7 @@ def test_where_one_cannot_be_started_the_others_are_ended(make: Make, monkeypatc
     first, second, third, fourth = Played.made
     assert first.heard == second.heard == ["launched", ("end", 0.0)]
     assert third.heard == fourth.heard == ["closed"]
-    assert first.owner._loans.keys() == {first, second}
+    assert first.owner._heaps.keys() == {first, second}
 
 
 def test_what_is_pickled_once_is_given_to_every_worker(make: Make) -> None:
@@ -280,7 +279,7 @@ def test_closed_between_two_launches(make: Make) -> None:
 
 
 def test_tickets_go_out_in_one_message_each_time(make: Make) -> None:
-    """What the sampler yields and nobody can pickle is returned: it was not sent, and is not outstanding."""
+    """What the sampler yields and nobody can pickle is returned: it was not sent."""
     pool, heard, (first, second) = make()
     assert not pool.send(1, [(0, [1, 2]), (1, [3])])
     assert tickets_of(second) == [([0, 1], [[1, 2], [3]])]
@@ -291,10 +290,8 @@ def test_tickets_go_out_in_one_message_each_time(make: Make) -> None:
     assert len(tickets_of(second)) == 1
     assert [ticket for ticket, _ in pool.send(1, [(3, lambda: None), (4, [4])])] == [3]
     assert tickets_of(second)[1:] == [([4], [[4]])]
-    assert pool._outstanding == {0: 0, 1: 3}
     for ticket in (0, 1, 4):
         second.outcome(left_out(ticket), 0)
-    assert pool._outstanding == {0: 0, 1: 0}
     assert heard.told[2:] == [(1, ticket, Kind.LEFT_OUT) for ticket in (0, 1, 4)]
 
 
@@ -307,27 +304,23 @@ def test_outcomes_of_a_run_that_is_over_are_dropped(make: Make) -> None:
     assert first.channel.kinds() == [Kind.TICKETS, Kind.EPOCH, Kind.TICKETS]
     assert pickle.loads(first.channel.sent[1][1]) == EPOCHS[1]
     first.outcome(left_out(0), epoch=0)
-    assert (heard.told[2:], pool._outstanding) == ([], {0: 1, 1: 0})
+    assert heard.told[2:] == []
     first.outcome(Outcome(Kind.FAILURE, error=ValueError("of this run")), epoch=1)
-    assert (heard.told[2:], pool._outstanding) == ([(0, 0, Kind.FAILURE)], {0: 0, 1: 0})
+    assert heard.told[2:] == [(0, 0, Kind.FAILURE)]
 
 
 def test_a_worker_that_dies_is_told_with_its_place(make: Make) -> None:
-    """Its loans are taken back; who takes its place begins with nothing outstanding."""
+    """Its heap is taken back; who takes its place begins in the run that there is."""
     pool, heard, (first, second) = make()
     pool.send(0, [(0, [1]), (1, [2])])
     first.exit()
     assert heard.told[2:] == [("died", 0, first.pid)]
-    assert pool._loans.keys() == {second}
+    assert pool._heaps.keys() == {second}
     pool.begin_epoch(EPOCHS[1])
     pool.add(0, 2)
     third = Played.made[2]
     assert pool.processes == {0: third, 1: second}
-    assert (third.epoch, third.heard, pool._outstanding) == (
-        EPOCHS[1]._replace(num_workers=2),
-        ["launched"],
-        {0: 0, 1: 0},
-    )
+    assert (third.epoch, third.heard) == (EPOCHS[1]._replace(num_workers=2), ["launched"])
 
 
 def test_nothing_is_told_of_a_worker_that_was_discarded(make: Make) -> None:
@@ -406,21 +399,28 @@ def test_an_end_that_was_asked_for_is_no_death(make: Make) -> None:
 
 
 def test_questions_are_answered(make: Make) -> None:
-    """For slabs; that the end of the data was told is confirmed."""
-    pool, _, (first, _) = make()
-    first.say(Kind.ASK, pickle.dumps(([1 << 20], [])))
+    """That the end of the data was told is confirmed."""
+    _, _, (first, _) = make()
     first.say(Kind.ENDING, b"\1")
-    (_, loans), (_, confirmed) = first.channel.sent
-    assert first.channel.kinds() == [Kind.LOANS, Kind.CONFIRM]
-    assert [loan.number for loan in pickle.loads(loans)] == list(pool._loans[pool.processes[0]]._loans)
-    assert confirmed == b"\1"
+    assert first.channel.sent == [(Kind.CONFIRM, b"\1")]
+
+
+def test_what_a_worker_leaves_the_next_one_has(make: Make) -> None:
+    """It tells of its slabs when nothing else of it is wanted any more."""
+    pool, _, (first, _) = make()
+    pool.dismiss(0, 1.0)
+    first.say(Kind.HEAP, pickle.dumps([(4096, 8192)]))
+    first.exit(expected=True)
+    pool.add(0, 2)
+    heir = Played.made[2].memory
+    assert [(each.offset, each.capacity) for each in heir.regions()] == [(4096, 8192)]
 
 
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (Kind.ASK, b"no pickle"),
-        (Kind.ASK, pickle.dumps(([], [77]))),
+        (Kind.HEAP, b"no pickle"),
+        (Kind.HEAP, pickle.dumps([77])),
         (Kind.BATCH, b"short"),
         (Kind.END, b""),
         (77, b""),
@@ -461,7 +461,7 @@ def test_a_worker_is_renewed(make: Make) -> None:
     other.outcome(left_out(2), 0)
     first.exit(expected=True)
     assert heard.told[2:] == [("ready", 0), (0, 0, Kind.LEFT_OUT), ("ready", 0), (0, 2, Kind.LEFT_OUT)]
-    assert pool._loans.keys() == {second, other}
+    assert pool._heaps.keys() == {second, other}
 
 
 def test_a_worker_stays_where_no_other_can_be_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,20 +24,19 @@ from asyncloader import DataLoader
 from asyncloader.backends.processes.channel import Channel
 from asyncloader.backends.threads.transport import LocalTransport
 from asyncloader.engine.handoff import Handoff
-from asyncloader.messages.messages import Kind
+from asyncloader.transport.heap import Heap
 from asyncloader.worker.channel import WorkerChannel
-from asyncloader.worker.transport import ProcessTransport
 from tests.faults.chaos.left import nobody_left
 from tests.faults.chaos.resumed import Crew
 
 HANG_S = 60.0
 EPOCHS = 5
-ROW = 12_000  # numbers of two bytes: a batch travels in shared memory, for which a worker may have to ask
+ROW = 12_000  # numbers of two bytes: a batch travels in shared memory
 
 MOMENTS: dict[str, tuple[type[Any], str]] = {
     "a worker has sent": (WorkerChannel, "send"),
     "a worker has read": (WorkerChannel, "receive"),
-    "a worker has asked for memory": (ProcessTransport, "_send"),
+    "a worker has slabs back": (Heap, "returned"),
     "the loop has sent": (Channel, "_send_held"),
     "the loop has read": (Channel, "_on_readable"),
     "the loop has handed over": (Handoff, "put"),
@@ -111,8 +110,6 @@ class Plan:
         crew = Crew.draw(chance, place, "batch", persistent=chance.random() < 0.3)
         meant = [moment for moment in MOMENTS if ("thread" in moment) is (place == "thread") or "loop" in moment]
         held_up = chance.sample(meant, chance.randint(1, 3))
-        if place == "process" and chance.random() < 0.5:  # a worker that waits for an answer reads more than that
-            held_up = ["a worker has asked for memory"]
         return cls(
             seed=seed,
             kind=kind,
@@ -165,8 +162,7 @@ class Plan:
         with contextlib.ExitStack() as patches:
             for moment, (often, longest) in self.delays.items():
                 kind, name = MOMENTS[moment]
-                asks_only = "asked" in moment
-                held_up = _held_up(getattr(kind, name), often, longest, asks_only=asks_only)
+                held_up = _held_up(getattr(kind, name), often, longest)
                 patches.enter_context(mock.patch.object(kind, name, held_up))
             yield
 
@@ -210,13 +206,12 @@ class Plan:
         return found
 
 
-def _held_up(method: Callable[..., Any], often: float, longest: float, *, asks_only: bool) -> Callable[..., Any]:
+def _held_up(method: Callable[..., Any], often: float, longest: float) -> Callable[..., Any]:
     def held_up(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         finally:
-            if not asks_only or args[0] == Kind.ASK:
-                _stop(often, longest)
+            _stop(often, longest)
 
     return held_up
 
