@@ -214,7 +214,7 @@ MUTATIONS = (
     Mutation(
         "the measurement of new workers begins before they have made a batch",
         "engine/controller.py",
-        "self._settled_at = load.made + self.num_workers",
+        "self._settled_at = made + self.num_workers",
         "self._settled_at = 0",
         "engine/test_controller.py",
     ),

@@ -10,12 +10,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.utils.data
+from rich.console import Console
+from rich.progress import track
 
 from asyncloader.cli.measure import Run, run
-from asyncloader.cli.report import Report, progress
+from asyncloader.cli.report import Report
 from asyncloader.cli.source import Source
 from asyncloader.errors import ConfigurationError
 from asyncloader.loader import DataLoader
@@ -25,22 +27,19 @@ from asyncloader.protocols import is_async
 _GAIN = 1.05
 _CONCURRENCY = 16
 _TORCH, _OURS = "torch", "asyncloader"
+_FIGURES: dict[str, Callable[[Run], float]] = {
+    "waited %": lambda run: 100 * run.waited_s / run.seconds,
+    "first batch ms": lambda run: 1e3 * run.first_s,
+    "CPU ms/batch": lambda run: 1e3 * run.cpu_s / (run.batches + 1),
+}
 
 
-class Choice(NamedTuple):
-    """The result of comparing candidates.
+def choose(rates: Mapping[str, Sequence[float]]) -> list[str]:
+    """Choose among candidates by their rates in each round, in rising order of what they cost.
 
-    Attributes:
-        best: The name of the one to take; None where none stands out.
-        rivals: Those that were ahead in some rounds, and not in others.
+    Returns:
+        The best one; with others behind it where none stands out, as those were ahead in some rounds and not in others.
     """
-
-    best: str | None
-    rivals: Sequence[str]
-
-
-def choose(rates: Mapping[str, Sequence[float]]) -> Choice:
-    """Choose among candidates by their rates in each round, in rising order of what they cost."""
     names = list(rates)
     best = names[0]
     for name in names[1:]:
@@ -50,7 +49,7 @@ def choose(rates: Mapping[str, Sequence[float]]) -> Choice:
     at = names.index(best)
     rivals = [name for name in names[at + 1 :] if _gain(rates[name], rates[best])[0] >= _GAIN]
     rivals += [name for name in names[:at] if _gain(rates[name], rates[best])[0] >= 1.0]
-    return Choice(None, [best, *rivals]) if rivals else Choice(best, [])
+    return [best, *rivals]
 
 
 def _gain(rates: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
@@ -89,7 +88,9 @@ def bench(source: Source, report: Report, *, seconds: float, rounds: int) -> Non
 
 def _in_turns(source: Source, sides: dict[str, Any], seconds: float, rounds: int) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {name: [] for name in sides}
-    for name in progress("running", [*sides] * rounds):
+    console = Console(stderr=True)  # on a terminal a bar shows how far it is
+    turns = track([*sides] * rounds, "running", console=console, transient=True, disable=not console.is_terminal)
+    for name in turns:
         if name not in runs:
             continue
         kind, options = sides[name]
@@ -104,33 +105,22 @@ def _in_turns(source: Source, sides: dict[str, Any], seconds: float, rounds: int
 
 def _row(name: str, own: Sequence[Run], torchs: Sequence[Run]) -> dict[str, Any]:
     rates = [one.rate for one in own]
-
-    def median(figure: Callable[[Run], float]) -> float:
-        return statistics.median(map(figure, own))
-
-    return {
-        "": name,
-        "batches/s": statistics.median(rates),
-        "low": min(rates),
-        "high": max(rates),
-        "ratio": statistics.median(one.rate / other.rate for one, other in zip(own, torchs, strict=True)),
-        "waited %": median(lambda one: 100 * one.waited_s / one.seconds),
-        "first batch ms": median(lambda one: 1e3 * one.first_s),
-        "CPU ms/batch": median(lambda one: 1e3 * one.cpu_s / (one.batches + 1)),
-        "MB": median(lambda one: one.memory_bytes / 1e6),
-    }
+    ratios = [one.rate / other.rate for one, other in zip(own, torchs, strict=True)]
+    figures = {name: statistics.median(map(figure, own)) for name, figure in _FIGURES.items()}
+    first = {"": name, "batches/s": statistics.median(rates), "low": min(rates), "high": max(rates)}
+    return {**first, "ratio": statistics.median(ratios), **figures}
 
 
 def _recommend(report: Report, sides: dict[str, Any], runs: dict[str, list[Run]]) -> None:
     """Print the line to paste; or that the rounds do not agree."""
     if not runs:
         return
-    choice = choose({name: [one.rate for one in own] for name, own in runs.items()})
-    if choice.best is None:
-        words = f"Nothing stands out: {'; '.join(choice.rivals)} were each ahead in some rounds. Try --seconds 10, or "
-        report.say("undecided", f"{words}--rounds 5, or when the machine has less else to do.", choice.rivals)
+    best, *rivals = choose({name: [one.rate for one in own] for name, own in runs.items()})
+    if rivals:
+        words = f"Nothing stands out: {'; '.join([best, *rivals])} were each ahead in some rounds. Try --seconds 10, "
+        report.say("undecided", f"{words}or --rounds 5, or when the machine has less else to do.", [best, *rivals])
     else:
-        report.say("recommendation", f"of what was tried: DataLoader(..., {choice.best})", sides[choice.best][1])
+        report.say("recommendation", f"of what was tried: DataLoader(..., {best})", sides[best][1])
 
 
 def _judge(report: Report, ours: Sequence[Run]) -> None:

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.utils.data
 
-from asyncloader.cli.report import Report, progress
+from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
 from asyncloader.machine import memory_limits, usable_cores
-from asyncloader.observe.activity import threaded_libraries
 
 _FEW_DESCRIPTORS = 1024
 _FEW_BYTES = 1 << 30
@@ -79,37 +78,6 @@ def descriptors() -> Finding:
     return Finding("descriptors", f"{soft} at most")
 
 
-def start_method() -> Finding:
-    """How workers start, and whether that goes with what the process already is."""
-    method = multiprocessing.get_start_method()
-    if method == "fork" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        advice = 'Say multiprocessing_context="forkserver": CUDA cannot be used in forked processes.'
-        return Finding("start method", f"{method}, CUDA is initialised", advice, is_bad=True)
-    return Finding("start method", method)
-
-
-def library_threads() -> Finding:
-    """Libraries that have threads of their own, which forked workers do not get."""
-    if not (loaded := threaded_libraries()):
-        return Finding("library threads", "no such library is loaded")
-    advice = (
-        "A worker that is forked after such a library was used may wait for its threads for ever. If workers hang in "
-        'one of these, say multiprocessing_context="forkserver".'
-    )
-    return Finding("library threads", ", ".join(loaded), advice * (multiprocessing.get_start_method() == "fork"))
-
-
-def pinning() -> Finding:
-    """Whether page-locked memory can be had."""
-    if not torch.accelerator.is_available():
-        return Finding("pinned memory", "no accelerator", "pin_memory=True has no effect here.")
-    try:
-        torch.ones(1 << 20).pin_memory()
-    except RuntimeError as error:
-        return Finding("pinned memory", "fails", f"{str(error).splitlines()[0]} (ulimit -l?)", is_bad=True)
-    return Finding("pinned memory", "works")
-
-
 def workers() -> Finding:
     """Start two workers and get batches of them."""
     began = time.perf_counter()
@@ -119,7 +87,8 @@ def workers() -> Finding:
             pass
     except Exception as error:
         return Finding("workers", f"{type(error).__name__}", str(error), is_bad=True)
-    return Finding("workers", f"2 started and delivered in {time.perf_counter() - began:.2g} s")
+    method, seconds = multiprocessing.get_start_method(), time.perf_counter() - began
+    return Finding("workers", f"2 started by {method} and delivered in {seconds:.2g} s")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -128,16 +97,13 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     torch_threads,
     memory,
     descriptors,
-    start_method,
-    library_threads,
-    pinning,
     workers,
 )
 
 
 def examine(report: Report) -> bool:
     """Look at everything and print it; whether nothing is bad."""
-    findings = [check() for check in progress("looking", CHECKS)]
+    findings = [check() for check in CHECKS]
     rows = [
         {"": "bad" if one.is_bad else "note" if one.advice else "ok", "what": one.what, "found": one.found}
         for one in findings

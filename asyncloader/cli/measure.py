@@ -27,7 +27,6 @@ class Run:
         first_s: From ``iter()`` to the first batch.
         waited_s: The part of `seconds` that was spent waiting for batches.
         cpu_s: CPU seconds of this process and its workers.
-        memory_bytes: The most that this process and its workers took, pages they share counted once.
         stats: Our loader's own figures; None for torch's.
     """
 
@@ -36,7 +35,6 @@ class Run:
     first_s: float
     waited_s: float
     cpu_s: float
-    memory_bytes: int
     stats: LoaderStats | None
 
     @property
@@ -83,7 +81,7 @@ def _run(loader: Any, step: Callable[[Any], object] | None, patience: Patience, 
     cpu_before = _cpu_s()
     asked = began = time.perf_counter()
     first = waited = 0.0
-    count, memory = -1, 0
+    count = -1
     until = float("inf")
     stats = None
     done = False
@@ -99,8 +97,6 @@ def _run(loader: Any, step: Callable[[Any], object] | None, patience: Patience, 
                     first, until = now, now + seconds
                 else:
                     waited += now - asked
-                    if count in (4, 16, 64):
-                        memory = max(memory, tree_bytes())
                 if step is not None:
                     step(batch)
                 del batch
@@ -117,24 +113,14 @@ def _run(loader: Any, step: Callable[[Any], object] | None, patience: Patience, 
         if count == before:
             raise ValueError("the loader has no batches")
     last = time.perf_counter()
-    memory = max(memory, tree_bytes())
     gc.collect()
-    return Run(count, last - first, first - began, waited, _cpu_s() - cpu_before, memory, stats)
+    return Run(count, last - first, first - began, waited, _cpu_s() - cpu_before, stats)
 
 
 def _cpu_s() -> float:
     """CPU seconds of this process, of children that have ended, and of descendants that live: workers may be kept."""
-    return _sum(lambda process: sum(process.cpu_times()[:4]))
-
-
-def tree_bytes() -> int:
-    """Return what this process and its descendants take, shared pages in proportion; 0 where that cannot be told."""
-    return int(_sum(lambda process: getattr(process.memory_full_info(), "pss", 0)))
-
-
-def _sum(read: Callable[[psutil.Process], float]) -> float:
     own, total = psutil.Process(), 0.0
     for process in (own, *own.children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            total += read(process)
+            total += sum(process.cpu_times()[:4])
     return total

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-
-T = TypeVar("T")
 
 
 class Report:
@@ -49,12 +46,6 @@ class Report:
         if self._as_json:
             json.dump(self._found, sys.stdout, indent=1, default=str)
             print()
-
-
-def progress(what: str, steps: Sequence[T]) -> Iterable[T]:
-    """Go through the steps; on a terminal a bar shows how far that is."""
-    console = Console(stderr=True)
-    return track(steps, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def show(value: Any) -> str:

@@ -6,10 +6,11 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 from unittest import mock
 
 import torch.utils.data
@@ -25,7 +26,7 @@ class _Found(BaseException):
     """Ends the script, with the loader and the seconds of a step; not an Exception, which scripts catch."""
 
 
-class _Timed:
+class _Timed(Iterator[Any], AsyncIterator[Any], AbstractContextManager[Any], AbstractAsyncContextManager[Any]):
     """Batches of a script's loader, for some steps.
 
     Args:
@@ -41,12 +42,6 @@ class _Timed:
         self._times: list[float] = []
         self._given_at: float | None = None
         self._until = time.perf_counter() + _LONGEST_S
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __aiter__(self) -> Self:
-        return self
 
     def __next__(self) -> Any:
         self._end_step()
@@ -75,14 +70,8 @@ class _Timed:
         if len(self._times) == self._left or now > self._until:
             self._stop()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self._batches.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._batches.aclose()
@@ -121,16 +110,16 @@ def first_loader(
     sys.modules["__main__"] = module
     sys.argv = [str(script), *arguments]
     sys.path[:0] = [str(script.parent.resolve())]
+    found: Any = None, None
     try:
         with _timing(steps), contextlib.redirect_stdout(sys.stderr):
             exec(compile(script.read_bytes(), module.__file__, "exec"), module.__dict__)
-        loader, step_s = None, None
-    except _Found as found:
-        loader, step_s = found.args
+    except _Found as error:
+        found = error.args
     except SystemExit:
-        loader, step_s = None, None
+        pass
     try:
-        yield loader, step_s
+        yield found
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = main, argv, path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -93,12 +93,10 @@ def _module(name: str) -> ModuleType:
     if is_file and not path.is_file():
         raise BadParameter(f"there is no file {name!r} (looked for in {Path.cwd()})")
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
-    try:
-        module = importlib.import_module(path.stem if is_file else name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{path.stem if is_file else name}.".startswith(f"{error.name}."):
-            raise  # of another module, which the user's imports
-        raise BadParameter(f"cannot import {name!r}: {error}") from error
+    name = path.stem if is_file else name
+    if "." not in name and name not in sys.modules and importlib.util.find_spec(name) is None:
+        raise BadParameter(f"cannot import {name!r}: there is no such module")
+    module = importlib.import_module(name)
     found = getattr(module, "__file__", None)
     if is_file and (found is None or not path.samefile(found)):
         raise BadParameter(

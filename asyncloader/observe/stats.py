@@ -4,7 +4,7 @@
     print(stats.verdict)      # one sentence
     print(stats)              # the figures behind it
 
-A snapshot is taken in 20 us; its quantiles, texts and the verdict are worked out when somebody looks at them.
+A snapshot is taken in 25 to 200 us; its quantiles, texts and the verdict are worked out when somebody looks at them.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import process_time
@@ -22,7 +20,6 @@ from typer.testing import CliRunner, Result
 from asyncloader.cli import measure
 from asyncloader.cli.app import app
 from asyncloader.cli.bench import candidates, choose
-from asyncloader.cli.doctor import library_threads, start_method
 from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
 from asyncloader.online import Feed
@@ -82,7 +79,6 @@ def test_bench_compares_both_loaders(made: str, digits: bool) -> None:
         assert side["batches/s"] > 0
         assert 0 <= side["waited %"] <= 100
         assert side["first batch ms"] > 1
-        assert side["MB"] > 100
     assert ours["ratio"] == pytest.approx(ours["batches/s"] / torchs["batches/s"])
     assert found["verdict"]["limit"] in LIMITS
 
@@ -93,7 +89,7 @@ def test_bench_names_the_best_of_what_it_tried(made: str, run: Callable[..., Pro
     lines = done.out.splitlines()
     assert done.returncode == 0, done.explain("")
     assert lines[0] == "medians of 2 runs of 0.3 s, taking turns; ratio to torch in the same round"
-    assert re.match(r" +batches/s +low +high +ratio +waited % +first batch ms +CPU ms/batch +MB", lines[1])
+    assert re.match(r" +batches/s +low +high +ratio +waited % +first batch ms +CPU ms/batch", lines[1])
     tried = {line.strip().split("  ")[0] for line in lines[2:] if line.startswith(" ")}
     assert {"torch", "asyncloader"} < tried <= {"torch", "asyncloader", *candidates(find(made))}
     recommended = [line.partition("of what was tried: ")[2] for line in lines if "of what was tried" in line]
@@ -112,25 +108,23 @@ def test_streams_are_not_tried_with_other_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "best", "rivals"),
+    ("rates", "best"),
     [
-        ({"0": [10, 10, 10], "1": [20, 21, 19], "2": [20, 20, 20]}, "1", []),
-        ({"0": [10, 10, 10], "1": [20, 21, 19], "2": [30, 31, 29]}, "2", []),
-        ({"0": [10, 10, 10], "1": [10, 10.1, 10.2]}, "0", []),  # more workers bring less than 5 %
-        ({"0": [10, 10, 10], "1": [12, 9, 12]}, None, ["0", "1"]),  # the rounds do not agree
-        ({"0": [10, 20, 30], "1": [20, 40, 60]}, "1", []),  # the rounds differ, and agree in this
-        ({"0": [10, 10, 10], "1": [20, 20, 20], "2": [24, 19, 24]}, None, ["1", "2"]),
-        ({"0": [10, 10, 10], "1": [9, 9, 9], "2": [11, 11, 11]}, "2", []),
-        ({"0": [10]}, "0", []),
-        ({"0": [10], "1": [20]}, "1", []),
+        ({"0": [10, 10, 10], "1": [20, 21, 19], "2": [20, 20, 20]}, ["1"]),
+        ({"0": [10, 10, 10], "1": [20, 21, 19], "2": [30, 31, 29]}, ["2"]),
+        ({"0": [10, 10, 10], "1": [10, 10.1, 10.2]}, ["0"]),  # more workers bring less than 5 %
+        ({"0": [10, 10, 10], "1": [12, 9, 12]}, ["0", "1"]),  # the rounds do not agree
+        ({"0": [10, 20, 30], "1": [20, 40, 60]}, ["1"]),  # the rounds differ, and agree in this
+        ({"0": [10, 10, 10], "1": [20, 20, 20], "2": [24, 19, 24]}, ["1", "2"]),
+        ({"0": [10, 10, 10], "1": [9, 9, 9], "2": [11, 11, 11]}, ["2"]),
+        ({"0": [10]}, ["0"]),
+        ({"0": [10], "1": [20]}, ["1"]),
     ],
     ids=str,
 )
-def test_what_stands_out(rates: dict[str, list[float]], best: str | None, rivals: list[str]) -> None:
-    """The cheapest that no other is ahead of in every round; none where the rounds do not agree."""
-    choice = choose(rates)
-    assert choice.best == best
-    assert sorted(choice.rivals) == rivals
+def test_what_stands_out(rates: dict[str, list[float]], best: list[str]) -> None:
+    """The cheapest that no other is ahead of in every round; several where the rounds do not agree."""
+    assert sorted(choose(rates)) == best
 
 
 TRAINING = """
@@ -317,25 +311,11 @@ def test_doctor_looks_at_this_machine() -> None:
     done = call("doctor", "--json")
     findings = {row["what"]: row for row in json.loads(done.stdout)["findings"]}
     assert list(findings) == [
-        *("versions", "cores", "torch threads", "memory", "descriptors", "start method"),
-        *("library threads", "pinned memory", "workers"),
+        *("versions", "cores", "torch threads", "memory", "descriptors", "workers"),
     ]
-    assert findings["workers"]["found"].startswith("2 started and delivered")
+    assert findings["workers"]["found"].startswith("2 started by ")
     assert done.exit_code == any(row[""] == "bad" for row in findings.values())
     assert "workers" in call("doctor").stdout
-
-
-@pytest.mark.parametrize(("method", "is_advised"), [("fork", True), ("forkserver", False)])
-def test_the_doctor_lists_libraries_with_threads(
-    method: str, is_advised: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forked workers lack these threads; what a program of theirs does by itself is not called bad."""
-    monkeypatch.setitem(sys.modules, "polars", types.ModuleType("polars"))
-    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: method)
-    finding = library_threads()
-    assert "polars" in finding.found
-    assert ("forkserver" in finding.advice) == is_advised
-    assert not finding.is_bad
 
 
 DOCTOR_IN_NEED = """
@@ -419,13 +399,3 @@ def test_what_names_no_function_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "json.py").write_text("def f(): ...")
     with pytest.raises(BadParameter, match=r"cannot be imported|cannot import|there is no file"):
         find(name)
-
-
-@pytest.mark.parametrize(("method", "is_bad"), [("fork", True), ("forkserver", False)])
-def test_the_doctor_looks_for_cuda_beside_fork(method: str, is_bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked workers of such a trainer cannot use CUDA. There is no GPU here: torch's answer is patched."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: method)
-    found = start_method()
-    assert found.is_bad is is_bad
-    assert ("forkserver" in found.advice) is is_bad
