@@ -11,7 +11,8 @@ kernel says who may open it: /proc/<pid>/fd is for processes of the same user. A
 first bytes and in the handle tells a process id that was given to another process meanwhile.
 
 Rejected: a name in /dev/shm (64 MB in Docker, left behind by kill -9), and a socket from which to fetch the descriptor
-(multiprocessing's ``resource_sharer``: each pickle is good for one process, and a pickled dataset is read by many).
+(multiprocessing's ``resource_sharer``: each pickle is good for one process, and a pickled dataset is read by many). A
+process that unpickles a file twice has two descriptors of it, and its pages once.
 """
 
 from __future__ import annotations
@@ -30,34 +31,26 @@ import threading
 import weakref
 from collections.abc import Iterator
 from multiprocessing.reduction import DupFd
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 HEAD = 64
-"""Bytes at the beginning of a file that say what it is: 8 for the kind, 16 for the token, the rest for the kind."""
+"""Bytes at the beginning of a file: the token, and room for what is in it to say where."""
 
-_KIND = slice(0, 8)
-_TOKEN = slice(8, 24)
+_TOKEN_BYTES = 16
 _HAS_PROC = sys.platform == "linux"
-_PROC = "/proc/"
 _SEALS = sum(getattr(fcntl, f"F_SEAL_{change}", 0) for change in ("SEAL", "SHRINK", "GROW", "WRITE"))
 
 
 class MemoryFile:
-    """A file that processes share, open in this one; whoever asks for the same file here gets the same object.
+    """A file that processes share, open in this one.
 
     Args:
         fd: Its descriptor, which belongs to this object from now on and is closed with it; -1 for memory that came by
             value.
-        token: Bytes that tell this file from all others.
-        path: Where it is, if it has a name.
     """
 
-    _known: ClassVar[weakref.WeakValueDictionary[bytes, MemoryFile]] = weakref.WeakValueDictionary()
-
-    def __init__(self, fd: int, token: bytes, path: str | None = None) -> None:
+    def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.token = token
-        self.path = path
         self._mapping: memoryview | None = None
         if fd >= 0:
             self._close_with_it()
@@ -67,52 +60,10 @@ class MemoryFile:
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     @classmethod
-    def create(cls, kind: bytes) -> Self:
-        """Make a new one, with room for the head.
-
-        Args:
-            kind: 8 bytes that name the kind of content.
-        """
-        fd = _memory_fd()
-        try:
-            token = secrets.token_bytes(16)
-            write_at(fd, (kind + token).ljust(HEAD, b"\0"), 0)
-        except BaseException:
-            os.close(fd)
-            raise
-        made = cls(fd, token)
-        cls._known[token] = made
-        return made
-
-    @classmethod
-    def open(cls, path: str, kind: bytes, token: bytes | None = None) -> Self:
-        """Open one by its path: to write as well, where that is allowed.
-
-        Raises:
-            ValueError: The file is something else, or has another token.
-        """
-        mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
-        fd = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK)  # what is in its place may be a pipe
-        try:
-            head = os.pread(fd, HEAD, 0)
-            if len(head) < HEAD or head[_KIND] != kind or token not in (None, head[_TOKEN]):
-                raise ValueError(f"{path} is not the file that was expected")
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls._admit(fd, head[_TOKEN], path)
-
-    @classmethod
-    def _admit(cls, fd: int, token: bytes, path: str | None = None) -> Self:
-        """Take a descriptor, unless the file is known already.
-
-        Two threads that open a file at the same moment have two objects of it, which does no harm.
-        """
-        if (known := cls._known.get(token)) is not None:
-            os.close(fd)
-            return known  # type: ignore[return-value]
-        made = cls(fd, token, None if path is None or path.startswith(_PROC) else path)
-        cls._known[token] = made
+    def create(cls) -> Self:
+        """Make a new one in memory, with room for the head."""
+        made = cls(_memory_fd())
+        write_at(made.fd, secrets.token_bytes(_TOKEN_BYTES).ljust(HEAD, b"\0"), 0)
         return made
 
     def seal(self) -> None:
@@ -131,17 +82,16 @@ class MemoryFile:
 
     def __reduce__(self) -> Any:
         if is_by_value():
-            return _from_value, (self.token, pickle.PickleBuffer(self.map()))
+            return _from_value, (pickle.PickleBuffer(self.map()),)
         if self.fd < 0:  # it came by value, and goes on to a process of this machine
             self.fd = _memory_fd()
             self._close_with_it()
             write_at(self.fd, self.map(), 0)
-        if self.path is None and multiprocessing.context.get_spawning_popen() is not None:
-            return _inherit, (self.token, DupFd(self.fd))
-        if self.path is None and not _HAS_PROC:
+        if multiprocessing.context.get_spawning_popen() is not None:
+            return _inherit, (DupFd(self.fd),)
+        if not _HAS_PROC:
             raise RuntimeError("shared memory can be passed to another process through inheritance only")
-        path = self.path or f"{_PROC}{os.getpid()}/fd/{self.fd}"
-        return _open, (path, os.pread(self.fd, 8, 0), self.token)
+        return _open, (os.getpid(), self.fd, os.pread(self.fd, _TOKEN_BYTES, 0))
 
 
 _asked = threading.local()
@@ -166,39 +116,35 @@ def is_by_value() -> bool:
     return getattr(_asked, "by_value", False)
 
 
-def _from_value(token: bytes, content: Any) -> MemoryFile:
-    if (known := MemoryFile._known.get(token)) is not None:
-        return known
-    made = MemoryFile._known[token] = MemoryFile(-1, token)
+def _from_value(content: Any) -> MemoryFile:
+    made = MemoryFile(-1)
     made._mapping = memoryview(content).cast("B")
     return made
 
 
-def _open(path: str, kind: bytes, token: bytes) -> MemoryFile:
-    """Open the file by its name, or by way of a process that has it open."""
-    if (known := MemoryFile._known.get(token)) is not None:
-        return known
+def _inherit(fd: Any) -> MemoryFile:
+    descriptor = fd.detach()
+    os.set_inheritable(descriptor, False)
+    return MemoryFile(descriptor)
+
+
+def _open(pid: int, number: int, token: bytes) -> MemoryFile:
+    """Open the file by way of a process that has it open."""
+    path = f"/proc/{pid}/fd/{number}"
     try:
-        return MemoryFile.open(path, kind, token)
-    except (OSError, ValueError) as error:
-        if not path.startswith(_PROC):
-            raise
-        process = path.split("/")[2]
-        if isinstance(error, PermissionError):
-            why = f"shared memory of process {process}, which is another user's"
-            raise PermissionError(errno.EACCES, why, path) from error
+        file = MemoryFile(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))  # it may be a pipe by now
+        if os.pread(file.fd, _TOKEN_BYTES, 0) != token:
+            raise FileNotFoundError(errno.ENOENT, "another file", path)
+    except PermissionError as error:
+        raise PermissionError(errno.EACCES, f"shared memory of process {pid}, which is another user's", path) from error
+    except OSError as error:
         raise FileNotFoundError(
             errno.ENOENT,
-            f"shared memory is not there: process {process}, which pickled it, has ended, has let go of it, or runs in "
+            f"shared memory is not there: process {pid}, which pickled it, has ended, has let go of it, or runs in "
             "another container or on another machine",
             path,
         ) from error
-
-
-def _inherit(token: bytes, fd: Any) -> MemoryFile:
-    descriptor = fd.detach()
-    os.set_inheritable(descriptor, False)
-    return MemoryFile._admit(descriptor, token)
+    return file
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:

@@ -21,7 +21,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import secrets
 import struct
 import sys
 import zlib
@@ -36,7 +35,7 @@ from asyncloader.datasets.records import aligned, empty, pack, unpack
 from asyncloader.datasets.shared_dict import canonical
 from asyncloader.errors import ConfigurationError
 
-KIND = b"asl-smp2"
+_KIND = b"asl-smp3"
 MISSING = object()
 
 _HEAD = struct.Struct("<Q")  # how many slots
@@ -63,24 +62,25 @@ class SampleStore:
     Args:
         file: The file, as `in_memory` or `at` have made it.
         max_bytes: How many bytes of samples it may hold.
+        path: Where it is, if it is on a disk.
 
     Attributes:
         is_on_disk: Whether to read or write may take as long as a disk takes.
     """
 
-    def __init__(self, file: MemoryFile, max_bytes: int) -> None:
-        self.is_on_disk = file.path is not None  # after a crash of the machine, a slot may be there without its sample
-        self._file, self._max_bytes = file, max_bytes
+    def __init__(self, file: MemoryFile, max_bytes: int, path: Path | None = None) -> None:
+        self.is_on_disk = path is not None  # after a crash of the machine, a slot may be there without its sample
+        self._file, self._max_bytes, self._path = file, max_bytes, path
         (self._num_slots,) = _HEAD.unpack(os.pread(file.fd, _HEAD.size, HEAD))
         self._data_at = _TABLE_AT + _SLOT.size * (self._num_slots + _WINDOW)
-        self._may_write = os.access(file.path, os.W_OK) if file.path else True
+        self._may_write = os.access(path, os.W_OK) if path else True
 
     @classmethod
     def in_memory(cls, count: int | None, max_bytes: int) -> SampleStore:
         """Make one that lives as long as a process has it, for so many keys, if that is known."""
         if sys.platform != "linux":
             raise ConfigurationError('samples are kept in "ram" on Linux alone: give a folder')
-        file = MemoryFile.create(KIND)
+        file = MemoryFile.create()
         _write_head(file.fd, count)
         return cls(file, max_bytes)
 
@@ -93,24 +93,25 @@ class SampleStore:
             ValueError: The file is something else.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        if os.access(path if path.exists() else path.parent, os.W_OK):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                if not os.pread(fd, 1, 0).strip(b"\0"):  # new, or of a process that was killed before the end of this
-                    _write_head(fd, count)
-                    write_at(fd, KIND + secrets.token_bytes(16), 0)
-            finally:
-                os.close(fd)
-        return cls(MemoryFile.open(os.fspath(path), KIND), max_bytes)
+        may_write = os.access(path if path.exists() else path.parent, os.W_OK)
+        file = MemoryFile(os.open(path, (os.O_RDWR | os.O_CREAT if may_write else os.O_RDONLY) | os.O_CLOEXEC, 0o666))
+        if may_write:
+            fcntl.flock(file.fd, fcntl.LOCK_EX)
+            if not os.pread(file.fd, 1, 0).strip(b"\0"):  # new, or of a process that was killed before the end of this
+                _write_head(file.fd, count)
+                write_at(file.fd, _KIND, 0)
+            fcntl.flock(file.fd, fcntl.LOCK_UN)
+        if os.pread(file.fd, len(_KIND), 0) != _KIND:
+            raise ValueError(f"{path} is not the file that was expected")
+        return cls(file, max_bytes, path)
 
     def __reduce__(self) -> Any:
-        path, count = self._file.path, self._num_slots // 2
-        if not is_by_value():
-            return SampleStore, (self._file, self._max_bytes)
-        if path is None:  # a process elsewhere keeps samples of its own: in its memory, or on its disk
+        count = self._num_slots // 2
+        if self._path is not None:
+            return SampleStore.at, (self._path, count, self._max_bytes)
+        if is_by_value():  # a process elsewhere keeps samples of its own
             return SampleStore.in_memory, (count, self._max_bytes)
-        return SampleStore.at, (Path(path), count, self._max_bytes)
+        return SampleStore, (self._file, self._max_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SampleStore:
         """Return an empty one in memory: the dataset is copied with it, and the copy may be changed."""
@@ -153,7 +154,7 @@ class SampleStore:
         except Exception as error:
             if self.is_on_disk:
                 error.add_note(
-                    f"It is the sample {key!r} of the cache {self._file.path}. If its code has changed since, give the "
+                    f"It is the sample {key!r} of the cache {self._path}. If its code has changed since, give the "
                     "cache another fingerprint."
                 )
             raise
@@ -194,30 +195,30 @@ class SampleStore:
         Two that ask at the same moment may both be the first.
         """
         told = os.pread(self._file.fd, 16, _TOLD_AT)
-        with contextlib.suppress(OSError):  # a file that cannot be written to
-            write_at(self._file.fd, who, _TOLD_AT)
+        self._put(_TOLD_AT, who)
         return told != who
 
     def _slots(self, data: bytes, wanted: int) -> Iterator[tuple[int, tuple[int, ...] | None]]:
-        """Yield the numbers of a key's slots, and what is in them: None if one is free, or was written to in part."""
+        """Yield where a key's slots are, and what is in them: None if one is free, or was written to in part."""
         first = (int(data[1:]) if data[:1] == b"i" else wanted) % self._num_slots  # 0, 1, 2, ... have one each
-        memory = os.pread(self._file.fd, _SLOT.size * _WINDOW, _TABLE_AT + _SLOT.size * first)
-        for at in range(len(memory) // _SLOT.size):
-            slot = _SLOT.unpack_from(memory, _SLOT.size * at)
-            is_whole = slot[-1] == zlib.crc32(memory[_SLOT.size * at : _SLOT.size * (at + 1) - 4])
-            yield first + at, slot if is_whole else None
+        begin = _TABLE_AT + _SLOT.size * first
+        memory = os.pread(self._file.fd, _SLOT.size * _WINDOW, begin)
+        for at in range(0, len(memory), _SLOT.size):
+            slot = _SLOT.unpack_from(memory, at)
+            is_whole = slot[-1] == zlib.crc32(memory[at : at + _SLOT.size - 4])
+            yield begin + at, slot if is_whole else None
 
-    def _put(self, at: int, slot: bytes) -> None:
-        if self._may_write:
-            with contextlib.suppress(OSError):  # then the sample is made again
-                write_at(self._file.fd, slot, _TABLE_AT + _SLOT.size * at)
+    def _put(self, offset: int, data: bytes) -> None:
+        """Write a slot, or who was told. Where that is not possible, the sample is made again, or another one told."""
+        with contextlib.suppress(OSError):
+            write_at(self._file.fd, data, offset)
 
     def _append(self, record: bytes) -> int:
         """Write at the end of the file, and return where that was.
 
         The descriptor is opened for this call alone: a fork, or another thread, would share its position.
         """
-        name = self._file.path or f"/proc/self/fd/{self._file.fd}"
+        name = self._path or f"/proc/self/fd/{self._file.fd}"
         fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             count = os.write(fd, record)

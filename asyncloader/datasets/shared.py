@@ -11,7 +11,6 @@ from __future__ import annotations
 import array
 import io
 import operator
-import os
 import pickle
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,13 +18,11 @@ from typing import Any, Self, TypeVar, overload
 
 from asyncloader.datasets.memory_file import HEAD, MemoryFile, write_at
 from asyncloader.datasets.records import Pickler
-from asyncloader.datasets.whole_file import in_one_piece
 
 T_co = TypeVar("T_co", covariant=True)
 
-_KIND = b"asl-row2"
 _STARTS = struct.Struct("<Q")  # where they are
-_STARTS_AT = 24  # after kind and token
+_STARTS_AT = 24  # in the head
 _PIECE_BYTES = 1 << 20  # are pickled before they are written
 
 
@@ -86,39 +83,6 @@ class SharedList(Sequence[T_co]):
         """Bytes of the memory that the rows are in; a slice tells those of the list that it was cut from."""
         return len(self._memory)
 
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open a list that `save` has written. All processes that open the same file share its pages.
-
-        Open only what you trust: like :func:`pickle.load`, reading rows can run code that the file contains.
-
-        Raises:
-            ValueError: The file is something else.
-            OSError: The file cannot be opened.
-        """
-        return cls._of(MemoryFile.open(os.path.abspath(path), _KIND))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the list to a file, for `open`: by ranks in separate containers, or the next run.
-
-        The file appears under its name when it is complete.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        if self._order != range(self._count):
-            return SharedList(self).save(path)
-        with in_one_piece(path) as beside, open(beside, "xb") as copy:
-            copy.write(self._memory)
-            copy.flush()
-            os.fsync(copy.fileno())
-        return None
-
-    @property
-    def _count(self) -> int:
-        """How many rows there are in the file."""
-        return len(self._starts) - 1
-
     def __len__(self) -> int:
         return len(self._order)
 
@@ -149,8 +113,7 @@ class SharedList(Sequence[T_co]):
         return map(self._row, self._order)
 
     def __repr__(self) -> str:
-        part = "" if len(self) == self._count else f" of {self._count:,}"
-        return f"<{type(self).__name__} of {len(self):,}{part} rows, {self.nbytes / 1e6:,.1f} MB>"
+        return f"<{type(self).__name__} of {len(self):,} rows in {self.nbytes / 1e6:,.1f} MB>"
 
     def __copy__(self) -> Self:
         return self
@@ -169,7 +132,7 @@ def _written(rows: Iterable[Any]) -> MemoryFile:
         OSError: Memory is full.
         Exception: The iterable, or the pickling of a row, fails; in the latter case a note says which row it was.
     """
-    file, end = MemoryFile.create(_KIND), HEAD
+    file, end = MemoryFile.create(), HEAD
     starts = array.array("Q", [end])
     waiting = io.BytesIO()
     pickler = Pickler(waiting, protocol=5)  # one for all: to make one takes longer than to pickle a small row

@@ -439,9 +439,6 @@ def size_of(value: Any, depth: int = 4) -> int:
         return sys.getsizeof(value)
     if isinstance(nbytes := probe(value, "nbytes"), int):
         return nbytes
-    if depth and isinstance(value, _CONTAINERS):
-        return sum(size_of(each, depth - 1) for each in value)
     attributes = value if isinstance(value, dict) else probe(value, "__dict__")
-    if depth and isinstance(attributes, dict):
-        return sum(size_of(each, depth - 1) for each in attributes.values())
-    return sys.getsizeof(value, 0)
+    inner = value if isinstance(value, _CONTAINERS) else attributes.values() if isinstance(attributes, dict) else ()
+    return sys.getsizeof(value, 0) + (sum(size_of(each, depth - 1) for each in inner) if depth else 0)

@@ -152,7 +152,7 @@ def expanded(path: str) -> list[str]:
 def _choices(inside: str) -> list[str]:
     first, dots, last = inside.partition("..")
     if dots and first.isdigit() and last.isdigit():
-        width = len(first) if first.startswith("0") or last.startswith("0") else 0
+        width = len(first) if first.startswith("0") else 0
         return [f"{number:0{width}}" for number in range(int(first), int(last) + 1)]
     return inside.split(",") if "," in inside else [f"{{{inside}}}"]
 
