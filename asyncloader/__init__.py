@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncloader.observe.stats import LoaderStats
     from asyncloader.seeding.sample_context import sample_rng
     from asyncloader.seeding.turns import sample_seed
-    from asyncloader.wrap.to_device import to_device
+    from asyncloader.wrap.device_iterator import to_device
 else:
 
     def __getattr__(name: str) -> Any:
@@ -87,5 +87,5 @@ _MODULES = {
     "sample_rng": "seeding.sample_context",
     "sample_seed": "seeding.turns",
     "shutdown": "engine.portal",
-    "to_device": "wrap.to_device",
+    "to_device": "wrap.device_iterator",
 }

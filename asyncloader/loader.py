@@ -25,7 +25,6 @@ from asyncloader.options import (
     ASKED,
     MAX_BUFFERED_BYTES,
     AutoWorkers,
-    EqualSteps,
     OnCrash,
     OnError,
     OnTimeout,
@@ -117,9 +116,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             or less often where that would cost more than a fiftieth of the time. A resume makes the batches since then
             again and drops them. 0 or None for never: then a stream is read again from its beginning, and the state of
             a map-style dataset is not kept.
-        equal_steps: For iterable datasets that give ranks different numbers of batches: "drop" leaves
-            out what not all have; "pad" has a rank repeat its last batch until all are at their end. They agree some
-            steps ahead and hold up to 17 batches for it. All have to begin, leave and resume a run at the same step.
         max_workers: How many ``num_workers="auto"`` may come to. By default as many as there are cores
             for this process (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many
             there are); four times that while workers mostly wait.
@@ -173,7 +169,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         worker_backend: WorkerBackend | WorkerProvider = "process",
         trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
-        equal_steps: EqualSteps | None = None,
         max_workers: int | None = None,
         max_tasks_per_child: int | None = None,
         max_worker_memory: int | str | None = None,
@@ -190,9 +185,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
         self.on_timeout, self.on_crash, self.scheduling, self.seeding = on_timeout, on_crash, scheduling, seeding
         self.max_retries, self.seeding_rank = max_retries, seeding_rank
-        self.equal_steps, self.max_workers = equal_steps, max_workers
+        self.max_workers = max_workers
         self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
-        self._runs = Runs(is_in_step=self._loader_options().equal_steps is not None)
+        self._loader_options()  # which are checked
+        self._runs = Runs()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the signature of a subclass's ``__init__`` with ``**kwargs`` name our options.
@@ -230,7 +226,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             iterator = super().__iter__()
             if self.persistent_workers:  # torch keeps it where it sees workers
                 self._iterator = iterator
-        return self._handed_on(iterator)
+        return cast("BaseIterator[T_co]", iterator)
 
     def __aiter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data without blocking the loop: what goes wrong is raised by the first ``anext``."""
@@ -238,18 +234,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             iterator = self._make_iterator(wait_for_start=False)
             if self.persistent_workers:
                 self._iterator = iterator
-        return self._handed_on(iterator)
-
-    def _handed_on(self, iterator: Any) -> BaseIterator[T_co]:
-        """Have ranks take equally many steps, where that is asked for."""
-        taken = iterator
-        if self.equal_steps is not None:
-            from asyncloader.run.equal_steps import in_step
-
-            taken = in_step(taken, self.equal_steps, self._runs)
-        if taken is not iterator:
-            self._runs.current.hand_on(taken)
-        return cast("BaseIterator[T_co]", taken)
+        return cast("BaseIterator[T_co]", iterator)
 
     def check_worker_number_rationality(self) -> None:
         """Warn, as torch does, of more workers than cores; unless the number looks after itself, or is of others."""

@@ -29,7 +29,6 @@ OnError = Literal["raise", "skip", "replace"]
 OnTimeout = Literal["raise", "retry", "skip"]
 OnCrash = Literal["raise", "retry", "skip"]
 WorkerBackend = Literal["process", "thread"]
-EqualSteps = Literal["drop", "pad"]
 
 MAX_BUFFERED_BYTES = 64 << 20
 
@@ -141,7 +140,6 @@ class Options:
     worker_backend: Annotated[WorkerBackend | WorkerProvider, _KEPT]
     trace: str | PathLike[str] | None
     snapshot_every_n_steps: Annotated[int | None, Least(0), _KEPT]
-    equal_steps: EqualSteps | None
     max_workers: Annotated[int | None, Least(1), _KEPT]
     max_tasks_per_child: Annotated[int | None, Least(1), _KEPT]
     max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
@@ -354,11 +352,6 @@ class Options:
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         self._check_max_errors()
-        if self.equal_steps is not None and not isinstance(self.dataset, IterableDataset):
-            raise ConfigurationError(
-                "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
-                "samples: torch's DistributedSampler, or ElasticSampler"
-            )
         self._check_collation()
         if self.on_timeout != "raise" and self.num_workers and not self.timeout:
             raise ConfigurationError(

@@ -255,10 +255,10 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks take one more step if each has exactly one chunk",
-        "run/equal_steps.py",
-        "self.is_last = most <= size",
-        "self.is_last = most < size",
-        "run/test_equal_steps.py",
+        "wrap/step_iterator.py",
+        "return min(most, size), most <= size",
+        "return min(most, size), most < size",
+        "wrap/test_equal_steps.py",
     ),
     Mutation(
         "a state with batches given out of order is accepted with other ranks",
@@ -423,7 +423,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a program that is ahead of its device fills that with batches",
-        "wrap/to_device.py",
+        "wrap/device_iterator.py",
         "                if not self._in_async_for:\n                    step.synchronize()\n",
         "                if not self._in_async_for:\n                    pass\n",
         "wrap/test_device_iterator.py",
@@ -437,7 +437,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what a transform on a device draws is the same for each batch",
-        "wrap/to_device.py",
+        "wrap/device_iterator.py",
         'Seeder(seeds)(state["position"] + len(state["ahead"]), ON_DEVICE)',
         "Seeder(seeds)(0, ON_DEVICE)",
         "wrap/test_to_device.py",

@@ -245,7 +245,6 @@ LOADER: dict[str, Decision] = {
     "worker_backend": Free("process", "thread", {"num_workers": 1}),
     "trace": Free(None, None),  # a file
     "snapshot_every_n_steps": Same(1, 0, "dataset_state", {"dataset": Counting(DATA)}),
-    "equal_steps": Free(None, None),  # for streams: below
     "max_workers": Free(None, 2, {"num_workers": "auto", "worker_backend": "thread"}),
     "max_tasks_per_child": Free(None, 3, {"num_workers": 1}),
     "max_worker_memory": Free(None, 1 << 40, {"num_workers": 1}),
@@ -377,10 +376,10 @@ class Numbers(IterableDataset[int]):
 
 @pytest.mark.parametrize(
     ("option", "one", "other"),
-    [("equal_steps", None, "drop"), ("seeding", "batch", "sample"), ("snapshot_every_n_steps", 1, 0)],
+    [("seeding", "batch", "sample"), ("snapshot_every_n_steps", 1, 0)],
 )
 def test_what_may_differ_for_streams(option: str, one: Any, other: Any) -> None:
-    """Ranks' steps; seeds, which are those of workers anyway; and how often states are taken."""
+    """Seeds, which are those of workers anyway; and how often states are taken."""
     loader: DataLoader[Any] = DataLoader(Numbers(), batch_size=4, **{option: one})
     begun = next(iter(loader)).tolist()
     resumed: DataLoader[Any] = DataLoader(Numbers(), batch_size=4, **{option: other})

@@ -93,9 +93,6 @@ class Meter:
         faults: Faults that were handled in this run.
         trace: Where a timeline is written.
         options: Options of the loader that the verdict builds on.
-
-    Attributes:
-        held_back: Batches that were taken, and are held until ranks have agreed on a step for them.
     """
 
     def __init__(
@@ -127,7 +124,6 @@ class Meter:
         self._last_cpu_s = 0.0
         self._cpu_due_at = 0.0  # a system call for each batch would take as long as counting it otherwise
         self._taken_at = 0.0  # when a batch was taken last, from when on the consumer trains
-        self.held_back = 0
 
     def _mark(self, text: str, at: float) -> None:
         if self._trace is not None:
@@ -245,9 +241,9 @@ class Meter:
             self._state = _plus(timings, rows), array("d")
         self._taken_at = now
 
-    def log_summary(self, *, is_over: bool = False) -> None:
+    def log_summary(self) -> None:
         """Say in the log, once, how the run went: everything was taken, and nothing is held back, or never given."""
-        if self._is_logged or (self.held_back and not is_over):
+        if self._is_logged:
             return
         self._is_logged = True
         self.write_trace()
@@ -280,7 +276,7 @@ class Meter:
             epoch=self._epoch,
             num_workers=self._num_workers,
             cores=usable_cores(),
-            batches=count - self.held_back,
+            batches=count,
             samples=round(found["samples"].total_s),
             bytes=round(found["bytes"].total_s),
             elapsed_s=self._taken_at - self._began if count else 0.0,

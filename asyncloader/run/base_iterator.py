@@ -25,6 +25,7 @@ from asyncloader.messages.failure import stand_in
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.modes import Modes
+from asyncloader.messages.snapshot import outlasting
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
@@ -240,6 +241,17 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         check(loaded, self._options)
         self._runs.note_load(loaded, self._options)
         self._restart(loader, loaded)
+
+    def finish(self) -> None:
+        """End the run here, as if the data were at their end: states are those of the next run."""
+        progress = self._checkpointer.progress
+        for worker, start in (progress.now.workers or {}).items():
+            if start.snapshot is not None:  # of a dataset that is left in the middle of its data
+                progress.ends.setdefault(worker, outlasting(start.snapshot, self._dataset))
+        self._meter.log_summary()
+        if not self._persistent_workers:
+            self.leave()
+        progress.note_end()
 
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""

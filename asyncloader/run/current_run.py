@@ -53,7 +53,7 @@ class RunRecord:
         is_resumed: It has begun from a state of the middle of a run.
         beside: The runs whose iterators were alive when it began.
         meter: Counts what happens in it; None before it is made.
-        iterator: Returns the iterator that the trainer holds; None if that is gone.
+        iterator: Returns its iterator; None if that is gone.
         begun_at: The moment at which it began.
         used_at: The last moment at which it was found to be further than before.
         gone_at: The moment at which its iterator was found not to be alive; None while it is.
@@ -120,15 +120,12 @@ class CurrentRun:
         self.records = (*beside, RunRecord(checkpointer, is_resumed=is_resumed, beside=beside, now=self._now))
 
     def hand_on(self, iterator: Any) -> None:
-        """Note the iterator that the trainer holds of the newest run: the loader's own one, or another one around it.
-
-        With persistent workers it may be the iterator of the run before, of which nothing more comes.
-        """
+        """Note the iterator of the newest run. With persistent workers it had another run before, which is over."""
         *older, newest = self.records
         for each in older:
-            if _own(held := each.iterator()) is iterator or held is iterator:
+            if each.iterator() is iterator:
                 self._warn_if_used_up(each)
-                iterator, newest.beside = held, tuple(other for other in newest.beside if other is not each)
+                newest.beside = tuple(other for other in newest.beside if other is not each)
                 self.records = (*(other for other in older if other is not each), newest)
                 break
         newest.iterator = self._refer_to(iterator, newest)
@@ -216,8 +213,3 @@ def _given(seen: tuple[Any, bool]) -> tuple[int, bool]:
 
 def _nobody() -> None:
     """Stand for an iterator that nobody was given yet."""
-
-
-def _own(iterator: Any) -> Any:
-    """Return the loader's own iterator, which another one may be around."""
-    return getattr(iterator, "_inner", iterator)

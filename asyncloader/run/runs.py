@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,10 @@ _SHARED = (
     "both, so a state of the loader may go on with other samples than the iterator does. To look at a batch inside a "
     "loop, use another loader with a sampler of its own."
 )
-_numbers = count()
-"""Of loaders that take as many steps as those of other ranks."""
 
 
 class Runs:
     """The runs of one loader. Its iterators write; nobody here holds an iterator, or the loader.
-
-    Args:
-        is_in_step: The loader takes as many steps as those of other ranks. By its number ranks know whether they speak
-            of the same loader, if all of them make their loaders in the same order.
 
     Attributes:
         begun: How many there were, which is the epoch of the next one.
@@ -53,7 +46,7 @@ class Runs:
         generator_keys: The keys of generators that the dataset holds.
     """
 
-    def __init__(self, *, is_in_step: bool = False) -> None:
+    def __init__(self) -> None:
         self.begun = 0
         self.warned: set[str] = set()
         self.current = CurrentRun(self.warned)
@@ -64,10 +57,9 @@ class Runs:
         self.set_epochs = SetEpochs()
         self.generator_keys = GeneratorKeys({}, {})
         self._trace: Trace | None = None
-        self._number = next(_numbers) if is_in_step else None
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = dict.fromkeys(("_meter", "_trace", "_number"))
+        forgotten = dict.fromkeys(("_meter", "_trace"))
         anew = {
             "current": CurrentRun(self.warned),
             "past": deque(maxlen=_REMEMBERED),
@@ -180,12 +172,6 @@ class Runs:
         """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
         if (latest := self.latest) is not None:
             latest.num_workers = None
-
-    def enrol(self) -> int:
-        """Return the number of this loader among those in step; it gets one here if it was set to be in step later."""
-        if self._number is None:
-            self._number = next(_numbers)
-        return self._number
 
     def make_meter(
         self, options: Options, epoch: int, num_workers: int, window: int, faults: Faults, *, keys_arrive: bool

@@ -28,10 +28,7 @@ import asyncloader
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
 from asyncloader.errors import LoaderClosedError
-from asyncloader.run import equal_steps
-from asyncloader.run.equal_steps import EqualStepsIterator
 from asyncloader.run.inline_iterator import InlineIterator
-from asyncloader.run.rank_group import RankGroup
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.seeding import sample_context
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -314,43 +311,6 @@ class Epochs:
             assert sorted(self.seen) == self.expected
 
 
-class InStep(Epochs):
-    """Epochs of five batches on this rank, in step with another rank that has more of them, or less.
-
-    Args:
-        mode: As of `equal_steps`.
-        others: Batches of the other rank, which is not there: what it would answer is worked out.
-        monkeypatch: Puts it there.
-    """
-
-    def __init__(self, mode: Any, others: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        self._make, self._options = functools.partial(Places, 5), {"batch_size": 1, **options}
-        self.loader = DataLoader(self._make(), **self._options)
-        self._mode, self._others, self._num_steps = mode, others, (min if mode == "drop" else max)(5, others)
-        self.expected = [min(step, 4) for step in range(self._num_steps)]
-        self.seen, self._states = [], {}
-        self._begun: list[int] = []  # after so many steps, for each iterator
-        self._group = RankGroup(None)
-        monkeypatch.setattr(self._group, "_gather", self._answers)
-        monkeypatch.setattr(equal_steps, "own_group", lambda: self._group)
-
-    def iterate(self, loader: DataLoader[Any], steps: int) -> Any:
-        self._begun.append(steps)
-        return EqualStepsIterator(iter(loader), self._mode, len(self._begun) - 1)  # type: ignore[arg-type]
-
-    def _answers(self, said: list[int]) -> list[list[int]]:
-        number, _, chunk, _ = said
-        begun = self._begun[number]
-        is_repeating = self._mode == "pad" and self._others <= begun < self._num_steps
-        left = 1 if is_repeating else self._others - begun
-        sizes = [1, 2, 4, 8]
-        return [said, [*said[:3], max(0, min(left - sum(sizes[:chunk]), sizes[chunk] + 1))]]
-
-    def close(self) -> None:
-        self.loader.close()
-        self._group.stop()
-
-
 def interrupt_everywhere(epochs: Epochs, taking: Callable[[Any, list[int]], None], one_in: int, times: int = 1) -> None:
     """Interrupt an epoch at its first moment, the next one at its second, until none is left to be interrupted.
 
@@ -400,34 +360,6 @@ def test_no_moment_loses_a_batch(taking: Callable[[Any, list[int]], None], case:
 def test_no_moment_of_handling_an_interrupt_loses_a_batch(case: str, one_in: int) -> None:
     """Who is impatient presses Ctrl-C twice."""
     interrupt_everywhere(Epochs(case), take, one_in, times=2)
-
-
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("taking", [take, pytest.param(take_async, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("mode", "others"),
-    [
-        ("drop", 3),
-        pytest.param("drop", 7, marks=pytest.mark.slow),
-        pytest.param("pad", 3, marks=pytest.mark.slow),
-        ("pad", 7),
-    ],
-)
-def test_no_moment_loses_a_batch_of_ranks_in_step(
-    taking: Callable[[Any, list[int]], None],
-    mode: str,
-    others: int,
-    workers: int,
-    times: int,
-    one_in: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Batches that are held for a step count as given when the consumer has them."""
-    options: dict[str, Any] = {**THREADS, "num_workers": 1} if workers else {}
-    epochs = InStep(mode, others, monkeypatch, **options)
-    interrupt_everywhere(epochs, taking, one_in, times)
-    epochs.close()
 
 
 @pytest.mark.parametrize("taking", [take, take_async])

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from asyncloader import DataLoader, to_device
-from tests.equal_steps_ranks import Uneven, in_step
+from asyncloader.wrap import equal_steps
 from tests.ranks import tell
+from tests.wrap.equal_steps_ranks import Uneven, in_step
 from tests.wrap.simulated import SimulatedDevice
 
 LENGTHS: list[float] = [9, 14]
@@ -26,7 +27,7 @@ class Steps:
     """Takes batches of a loader, with a collective and a step of the device for each.
 
     Args:
-        options: Of the loaders.
+        options: Of the loaders; with a "mode", they take equal steps.
         name: Of the device: "cpu" or "simulated".
         transform: As of `to_device`, with the device to compute on.
     """
@@ -42,8 +43,11 @@ class Steps:
         self.seen: list[list[float]] = []
 
     def make(self) -> Any:
-        change = None if self._transform is None else partial(self._transform, self.device)
-        return to_device(DataLoader(Uneven(LENGTHS), 2, **self._options), self.device or "cpu", 1, change)  # type: ignore[arg-type]
+        options = dict(self._options)
+        mode, change = options.pop("mode", None), self._transform and partial(self._transform, self.device)
+        loader: Any = DataLoader(Uneven(LENGTHS), 2, **options)
+        loader = loader if mode is None else equal_steps(loader, mode)
+        return to_device(loader, self.device or "cpu", 1, change)  # type: ignore[arg-type]
 
     def take(self, loader: Any, steps: int = -1) -> list[int]:
         """Take so many batches, or all; return how many a state counts after each."""
@@ -104,7 +108,7 @@ def main() -> None:
         for mode in ("drop", "pad"):
             for workers in (0, 1):
                 how: dict[str, Any] = {"num_workers": workers, "worker_backend": "thread"} if workers else {}
-                steps = Steps({**how, "equal_steps": mode}, name)
+                steps = Steps({**how, "mode": mode}, name)
                 case = f"{name} {mode} {workers}"
                 found[f"{case} positions"] = steps.take(steps.make())
                 found[f"{case} most"] = steps.device.most if steps.device else 0
@@ -123,8 +127,8 @@ def main() -> None:
             noisy(how, name)
             for how in (
                 {},
-                {"equal_steps": "drop"},
-                {"equal_steps": "pad", "num_workers": 1, "worker_backend": "thread"},
+                {"mode": "drop"},
+                {"mode": "pad", "num_workers": 1, "worker_backend": "thread"},
             )
         ]
     tell(dist.get_rank(), found)

@@ -16,7 +16,7 @@ from asyncloader import DataLoader, to_device
 from asyncloader.errors import LoaderClosedError
 from asyncloader.transport import arena
 from asyncloader.transport.slab import SlabPool
-from asyncloader.wrap.to_device import DeviceIterator
+from asyncloader.wrap.device_iterator import DeviceIterator
 from tests.wrap.simulated import SimulatedDevice
 
 

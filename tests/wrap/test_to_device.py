@@ -77,7 +77,9 @@ class Witness(Numbers):
     """What a worker is."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        touched = torch.cuda.is_initialized() or ("asyncloader.wrap.to_device" in sys.modules and not os.getppid())
+        touched = torch.cuda.is_initialized() or (
+            "asyncloader.wrap.device_iterator" in sys.modules and not os.getppid()
+        )
         return torch.tensor([os.getpid(), int(touched)])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,13 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.messages.snapshot import Frozen, outlasting
-from asyncloader.run.equal_steps import Agreement
-from asyncloader.run.rank_group import Question, RankGroup
+from asyncloader.wrap import equal_steps
+from asyncloader.wrap.rank_group import RankGroup
+from asyncloader.wrap.step_iterator import EqualStepsIterator, steps_of
 from tests.nursery import Nursery
 from tests.ranks import fork_ranks
 
-PROGRAM = Path(__file__).parents[1] / "equal_steps_ranks.py"
+PROGRAM = Path(__file__).with_name("equal_steps_ranks.py")
 LENGTHS = (21, 34, 22, 40)
 
 
@@ -86,7 +89,7 @@ def test_ends_that_are_special(ranks: list[dict[str, Any]]) -> None:
     assert [len(own["endless"]) for own in ranks] == [3] * 4
     assert [own["nothing"] for own in ranks] == [[]] * 4
     assert {own["nothing to repeat"] for own in ranks} == {
-        'rank 1 has no batch at all that it could repeat: equal_steps="pad" needs one on each rank'
+        'rank 1 has no batch at all that it could repeat: equal_steps with "pad" needs one on each rank'
     }
 
 
@@ -102,9 +105,9 @@ def test_loaders_that_are_mixed_up(ranks: list[dict[str, Any]]) -> None:
         assert all(told.startswith("ranks are at different loaders") for told in own["mixed up"])
 
 
-def test_an_error_is_not_repeated(ranks: list[dict[str, Any]]) -> None:
-    """A rank whose last batch was an error repeats the batch before it, and only without one the error."""
-    assert ranks[0]["errors"] == [[0, 1], [2, 3], "bad: [4, 5]", [2, 3], [2, 3], [2, 3]]
+def test_an_error_is_a_step_too(ranks: list[dict[str, Any]]) -> None:
+    """It comes in its turn, and a rank whose last batch was one repeats it."""
+    assert ranks[0]["errors"] == [[0, 1], [2, 3], *["bad: [4, 5]"] * 4]
     assert ranks[1]["errors"] == ["bad: [1000, 1001]"] * 6
 
 
@@ -118,14 +121,6 @@ def test_a_dataset_that_counts_epochs_goes_on_counting(ranks: list[dict[str, Any
         assert same[0][0] // 10_000 == 3
 
 
-def test_figures_are_of_what_was_handed_over(ranks: list[dict[str, Any]]) -> None:
-    """Batches that are held, or left out, are not counted."""
-    for own in ranks:
-        counted = own["counted"]
-        assert counted["steps"] == counted["batches"] == 12
-        assert [line.split(" in ")[0] for line in counted["summary"]] == ["epoch 0: 12 batches"]
-
-
 def test_what_ranks_agree_on() -> None:
     """From counts up to one beyond the chunk follow its steps, and whether it is the last one."""
     for counts, size, mode, steps, is_last in (
@@ -133,18 +128,19 @@ def test_what_ranks_agree_on() -> None:
         ([0, 3, 1], 2, "pad", 2, False), ([0, 2, 1], 2, "pad", 2, True), ([1, 1, 0], 2, "pad", 1, True),
         ([0, 0, 0], 2, "pad", 0, True),
     ):  # fmt: skip
-        agreement = Agreement(counts, size, mode)  # type: ignore[arg-type]
-        assert (agreement.steps, agreement.is_last) == (steps, is_last)
+        assert steps_of(counts, size, mode) == (steps, is_last)  # type: ignore[arg-type]
 
 
 def test_where_it_is_of_no_use() -> None:
     """A map-style dataset is refused, and so is another word; without other ranks nothing changes."""
     with pytest.raises(ConfigurationError, match=r"equal_steps is for iterable datasets.*ElasticSampler"):
-        DataLoader(range(3), equal_steps="drop")  # type: ignore[arg-type]
-
+        equal_steps(DataLoader(range(3)))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"should be one of 'drop', 'pad', but got 'padd'. Did you mean 'pad'"):
-        DataLoader(Stream(), equal_steps="padd")  # type: ignore[arg-type]
-    assert [batch.tolist() for batch in DataLoader(Stream(), 2, equal_steps="drop")] == [[0, 1], [2]]
+        equal_steps(DataLoader(Stream()), "padd")  # type: ignore[arg-type]
+    loader = equal_steps(DataLoader(Stream(), 2))
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2]]
+    assert loader.batch_size == 2
+    assert list(equal_steps([3, 4])) == [3, 4]
 
 
 class Own(Stream):
@@ -176,26 +172,88 @@ def test_what_outlasts_a_run_that_is_left_in_the_middle(name: str) -> None:
         assert outlasting(snapshot, Stream()).thaw()["dataset"] is None
 
 
-class Alone(RankGroup):
-    """A group of one rank, which answers when it may."""
+class Told(RankGroup):
+    """A group of this rank and one that is not there; what that one would answer is worked out.
 
-    def __init__(self) -> None:
+    Args:
+        others: Batches of the other rank; 0 for as many as this one says.
+    """
+
+    def __init__(self, others: int) -> None:
         super().__init__(None)
+        self.others = others
         self.may_answer = threading.Event()
+        self.may_answer.set()
 
     def _gather(self, said: list[int]) -> list[list[int]]:
         assert self.may_answer.wait(10)
-        return [said]
+        if not self.others:
+            return [said]
+        sizes, (*place, chunk, _) = [1, 2, 4, 8], said
+        left = self.others - sum(sizes[:chunk])
+        return [said, [*place, chunk, max(0, min(left, sizes[chunk] + 1))]]
 
 
-def test_a_question_behind_the_end_is_answered() -> None:
-    """At the end of a program it is said that there is no more, and then a thread begins anew."""
-    group = Alone()
-    first, late = Question([1]), Question([2])
-    group.ask(first)
-    group.stop()
-    group.ask(late)
+def test_questions_are_answered_in_their_order() -> None:
+    """By one thread, which goes when there are none, and another one comes."""
+    group = Told(0)
+    group.may_answer.clear()
+    asked = [group.ask([number]) for number in range(3)]
     group.may_answer.set()
-    assert first.answers.result(10) == [[1]]
-    assert late.answers.result(10) == [[2]]
-    group.stop()
+    assert [each.result(10) for each in asked] == [[[0]], [[1]], [[2]]]
+    assert group.ask([3]).result(10) == [[3]]
+
+
+@pytest.mark.parametrize("face", ["for", "async for"])
+@pytest.mark.parametrize(("mode", "others"), [("drop", 3), ("drop", 9), ("pad", 3), ("pad", 9)])
+def test_an_interrupt_in_any_step_loses_no_batch(
+    mode: Any, others: int, face: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a batch is made, and while ranks are waited for; states say what was given, and go on with the rest."""
+    group = Told(others)
+    monkeypatch.setattr("asyncloader.wrap.step_iterator.own_group", lambda: group)
+
+    def of(loader: Any, taken: int) -> EqualStepsIterator:
+        group.others = others - taken
+        return EqualStepsIterator(iter(loader), mode, 0, iter(range(9)))
+
+    def take(iterator: Any) -> int:
+        return int(next(iterator) if face == "for" else runner.run(anext_of(iterator)))
+
+    async def anext_of(iterator: Any) -> Any:
+        return await anext(iterator)
+
+    steps = (min if mode == "drop" else max)(6, others)
+    whole = [min(step, 5) for step in range(steps)]
+    with asyncio.Runner() as runner:
+        for moment in range(2 * steps):
+            left = [moment]
+
+            def hit(left: list[int] = left) -> None:
+                left[0] -= 1
+                if left[0] == -1:
+                    raise KeyboardInterrupt
+
+            interrupted, seen = of(DataLoader(Six(), None), 0), []
+            as_it_was = interrupted._take
+
+            async def taken(hit: Any = hit, as_it_was: Any = as_it_was) -> Any:
+                hit()
+                return await as_it_was()
+
+            monkeypatch.setattr(interrupted, "_take", taken)
+            while True:
+                state = json.loads(json.dumps(interrupted.state_dict()))
+                try:
+                    seen.append(take(interrupted))
+                except KeyboardInterrupt:
+                    assert interrupted.state_dict() == state
+                except (StopIteration, StopAsyncIteration):
+                    break
+            assert seen == whole
+            assert interrupted.state_dict()["finished"]
+
+
+class Six(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))

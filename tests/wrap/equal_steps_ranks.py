@@ -1,6 +1,6 @@
 """A program, run once per rank: takes uneven streams in equal steps, with a collective in each step.
 
-python tests/equal_steps_ranks.py
+python tests/wrap/equal_steps_ranks.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader import AsyncLoaderError, DataLoader
+from asyncloader.wrap import equal_steps
 from tests.ranks import tell
 
 
@@ -143,22 +143,6 @@ def with_errors(loader: Any) -> list[Any]:
             found.append(str(error).splitlines()[0])
 
 
-def counted() -> dict[str, Any]:
-    """Return what statistics and the log say of a run in which rank 0 has more batches."""
-    log, lines = logging.getLogger("asyncloader"), []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    pause_s = 0.0 if dist.get_rank() == 0 else 0.03
-    loader = DataLoader(Uneven([60, 24, 24, 24], pause_s), 2, num_workers=1, equal_steps="drop")
-    steps = len(list(loader))
-    log.removeHandler(handler)
-    stats = loader.stats()
-    summary = [line for line in lines if line.startswith("epoch 0: ")]
-    return {"steps": steps, "batches": stats.batches, "summary": summary}
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
@@ -167,9 +151,8 @@ def main() -> None:
         for workers in (0, 2):
 
             def make(lengths: Any = (21, 34, 22, 40), mode: Any = mode, workers: int = workers, **options: Any) -> Any:
-                return DataLoader(
-                    Uneven(lengths), 2, num_workers=workers, equal_steps=mode, **{**on_threads, **options}
-                )
+                loader = DataLoader(Uneven(lengths), 2, num_workers=workers, **{**on_threads, **options})
+                return equal_steps(loader, mode)
 
             if not found:  # the group of the ranks is not there yet
                 found["cancelled"] = asyncio.run(cancelled(make()))
@@ -189,10 +172,11 @@ def main() -> None:
         found["nothing to repeat"] = str(error)
     lengths = [6, 2, 12, 12]
     found["errors"] = with_errors(make(lengths, mode="pad", workers=0, collate_fn=without_bad))
-    found["counted"] = counted()
     for workers in (0, 1):
-        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "equal_steps": "drop"}
-        found[f"epochs {workers}"] = third_epochs(lambda o=options: DataLoader(Counting([26, 12, 12, 18]), 2, **o))
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+        found[f"epochs {workers}"] = third_epochs(
+            lambda o=options: equal_steps(DataLoader(Counting([26, 12, 12, 18]), 2, **o))
+        )
     found["mixed up"] = mixed_up([make(), make()])
     tell(dist.get_rank(), found)
     dist.barrier()
