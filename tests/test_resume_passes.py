@@ -108,6 +108,7 @@ def left_and_cut(
     return found
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("left", [(), (0,), (2,), (0, 1), (2, 0), (1, 2, 0)])
 @pytest.mark.parametrize("batch_size", [3, 1])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
@@ -200,6 +201,7 @@ def seed(loader: DataLoader[Any], number: int) -> None:
         loader.generator.manual_seed(number)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("order", ORDERS)

@@ -219,7 +219,9 @@ def test_a_timeline_that_cannot_be_written_is_refused_first(made: str, tmp_path:
     assert "the timeline cannot be written" in " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["doctor"], pytest.param(["doctor", "--json"], marks=pytest.mark.slow), ["--help"]]
+)
 def test_output_that_cannot_be_written(arguments: list[str]) -> None:
     """A full disk, and a pipe whose reader has gone: one line at most, and a status."""
     reading, writing = os.pipe()

@@ -64,6 +64,7 @@ def test_the_same_runs_each_time(runs: int) -> None:
 
 @pytest.mark.parametrize("runs", [2, pytest.param(12, marks=SLOW)])
 @pytest.mark.parametrize("name", [name for name in chaos.PROPERTIES if name != "disturbed"])
+@pytest.mark.timeout(240)  # one plan of `trained` starts some twenty workers of a fork server: 12 s on an idle machine
 def test_properties_hold(name: str, runs: int) -> None:
     """Of states, signals and errors inside: runs that nobody has seen."""
     first = chaos.seed_of_the_clock()
