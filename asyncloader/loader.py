@@ -119,14 +119,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_workers: How many ``num_workers="auto"`` may come to. By default as many as there are cores
             for this process (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many
             there are); four times that while workers mostly wait.
-        max_tasks_per_child: Have another worker take the place of each that has made so many batches, for libraries
-            that leak. The new worker is started first and takes over between two batches, so nothing waits, nothing is
-            lost, and nothing else changes; one after the other, so some batches may be made beyond that number. For
-            worker processes of map-style datasets. With ``scheduling="split"`` slices of batches count.
-        max_worker_memory: Replace, in the same way, each worker that holds more than so many bytes of its own, as a
-            number or as "4GB"; memory that it shares with the trainer or with other workers does not count. No
-            worker comes to more than one and a half times that, unless the few batches that it has in hand take
-            so much.
+        max_worker_memory: Renew each worker that holds more than so many bytes of its own, as a number or as "4GB", for
+            libraries that leak; memory that it shares with the trainer or with other workers does not count. It
+            finishes the batches that it has in hand, and another process is started in its place, while the other
+            workers go on. Nothing is lost, and nothing else changes. For worker processes of map-style datasets.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -170,7 +166,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
         max_workers: int | None = None,
-        max_tasks_per_child: int | None = None,
         max_worker_memory: int | str | None = None,
     ) -> None:
         self.worker_backend = worker_backend
@@ -186,7 +181,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_timeout, self.on_crash, self.scheduling, self.seeding = on_timeout, on_crash, scheduling, seeding
         self.max_retries, self.seeding_rank = max_retries, seeding_rank
         self.max_workers = max_workers
-        self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
+        self.max_worker_memory, self.trace = max_worker_memory, trace
         self._loader_options()  # which are checked
         self._runs = Runs()
 

@@ -56,7 +56,6 @@ OF_WORKERS = frozenset(
         "prefetch_factor",
         "multiprocessing_context",
         "timeout",
-        "max_tasks_per_child",
         "max_worker_memory",
     }
 )
@@ -141,7 +140,6 @@ class Options:
     trace: str | PathLike[str] | None
     snapshot_every_n_steps: Annotated[int | None, Least(0), _KEPT]
     max_workers: Annotated[int | None, Least(1), _KEPT]
-    max_tasks_per_child: Annotated[int | None, Least(1), _KEPT]
     max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
 
     is_iterable: bool = field(init=False)
@@ -186,11 +184,6 @@ class Options:
     def is_auto(self) -> bool:
         """Whether the number of workers looks after itself."""
         return isinstance(self.num_workers, AutoWorkers)
-
-    @property
-    def renews(self) -> bool:
-        """Whether workers are renewed."""
-        return self.max_tasks_per_child is not None or self.max_worker_memory is not None
 
     @property
     def most_computing(self) -> int:
@@ -360,21 +353,20 @@ class Options:
             )
 
     def _check_renewal(self) -> None:
-        if not self.renews:
+        if self.max_worker_memory is None:
             return
-        name = "max_worker_memory" if self.max_tasks_per_child is None else "max_tasks_per_child"
         if self.is_in_process:
             where = "num_workers is 0" if not self.num_workers else "these are threads, which share their memory"
-            raise ConfigurationError(f"{name} renews worker processes, and there are none: {where}")
+            raise ConfigurationError(f"max_worker_memory renews worker processes, and there are none: {where}")
         if why := self.why_workers_stay:
             hint = "; with persistent_workers=False each run has others" * (
                 self.is_iterable and self.persistent_workers
             )
-            raise ConfigurationError(f"{name} cannot renew workers while they are at work: {why}{hint}")
-        if self.max_worker_memory is not None and private_bytes() is None:
+            raise ConfigurationError(f"max_worker_memory cannot renew workers while they are at work: {why}{hint}")
+        if private_bytes() is None:
             raise ConfigurationError(
                 "max_worker_memory cannot be kept here: this system does not tell how much memory a process has to "
-                "itself (in /proc); max_tasks_per_child renews workers by the number of their batches"
+                "itself (in /proc)"
             )
 
     def _check_max_errors(self) -> None:

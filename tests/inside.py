@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from asyncloader.seeding import turns
 
 if TYPE_CHECKING:
-    from asyncloader.engine.session import Session
+    from asyncloader.engine.engine import Engine
     from asyncloader.options import Options
     from asyncloader.run.runs import Runs
     from asyncloader.seeding.sample_context import SampleContext
@@ -45,9 +45,9 @@ def iterator_of(kind: type[Any], loader: Any) -> Any:
     return kind(loader, options(loader), runs(loader), wait_for_start=True)
 
 
-def session(iterator: Any) -> Session:
-    """Return the session of an iterator with workers: one pool of workers, run after run."""
-    found: Session = iterator._session
+def engine(iterator: Any) -> Engine:
+    """Return the engine of an iterator with workers: one pool of workers, run after run."""
+    found: Engine = iterator._engine
     return found
 
 
@@ -69,7 +69,7 @@ def pids(iterator: Any) -> list[int]:
 
 def parked(iterator: Any) -> Any:
     """Return the batches that came too early, and wait for their turn."""
-    return session(iterator).run.scheduler._parked  # type: ignore[union-attr]
+    return engine(iterator).run.scheduler._parked  # type: ignore[union-attr]
 
 
 async def until_started(iterator: Any) -> None:
@@ -115,7 +115,7 @@ def written(heap: WorkerHeap) -> list[Region]:
 
 def written_to_all(iterator: Any) -> list[Region]:
     """Return those of all workers of an iterator."""
-    return [region for heap in tuple(session(iterator).pool._heaps.values()) for region in written(heap)]  # type: ignore[attr-defined]
+    return [region for heap in tuple(engine(iterator).pool._heaps.values()) for region in written(heap)]  # type: ignore[attr-defined]
 
 
 def descriptor(memory: Any) -> int:
@@ -190,12 +190,29 @@ def turn_put_back() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------- renewal
-def spares(pool: Any) -> dict[int, Any]:
-    """Return the processes that were started to take the place of a worker, by the worker's number."""
-    found: dict[int, Any] = pool._spares
-    return found
+_RENEWAL = 1 << 50
 
 
-def unsent(session: Session, worker: int) -> set[int]:
-    """Return the numbers of the batches that wait for the next process of a worker."""
-    return {batch for batch, _ in session._outbox._tickets.get(worker, ())}
+def renewed_after(batches: int) -> dict[str, Any]:
+    """Return options with which each worker is renewed when it has made so many batches; see `renewals_by_count`."""
+    return {"max_worker_memory": _RENEWAL + batches}
+
+
+@contextlib.contextmanager
+def renewals_by_count() -> Iterator[None]:
+    """Have workers grow by what they make, and not by the memory that they tell of."""
+    from asyncloader.engine.workforce import Workforce
+
+    def has_grown(self: Workforce, worker: int, private_bytes: int) -> bool:
+        if self._max_bytes is None:
+            return False
+        self._bounds[worker] = count = self._bounds.get(worker, 0) + 1
+        if count >= self._max_bytes - _RENEWAL:
+            self.grown[worker] = count
+        return worker in self.grown
+
+    before, Workforce.has_grown = Workforce.has_grown, has_grown  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Workforce.has_grown = before  # type: ignore[method-assign]

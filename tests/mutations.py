@@ -46,15 +46,15 @@ MUTATIONS = (
     Mutation(
         "bytes of parked batches are never taken off",
         "engine/scheduler.py",
-        "            self._parked_bytes -= parked[1]\n",
+        "                self._parked_bytes -= following[1]\n",
         "",
         "engine/test_scheduler.py",
     ),
     Mutation(
-        "at the end of a stream, only the batches released by its last ticket are delivered",
+        "at the end of a stream, only its last ticket is void",
         "engine/scheduler.py",
-        "        for ticket in self._take_all(worker):\n            actions += self.ready(",
-        "        for ticket in self._take_all(worker):\n            actions = self.ready(",
+        "        for ticket in self._take_all(worker):\n            self.ready(",
+        "        for ticket in self._take_all(worker)[-1:]:\n            self.ready(",
         "engine/test_scheduler.py",
     ),
     Mutation(
@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation(
         "a worker that pauses goes on getting tickets",
         "engine/scheduler.py",
-        "            self.resting.add(worker)\n            roster.hold(worker)\n",
+        "            self.resting.add(worker)\n            roster.held.add(worker)\n",
         "            self.resting.add(worker)\n",
         "engine/test_scheduler.py",
     ),
@@ -93,11 +93,11 @@ MUTATIONS = (
         "engine/test_recovery.py faults/test_stream_ends.py",
     ),
     Mutation(
-        "a worker that is about to be renewed is sent more tickets",
-        "engine/outbox.py",
-        "if not workforce.may_send(worker) or (place",
-        "if (place",
-        "engine/test_outbox.py",
+        "a worker that has grown is sent more tickets",
+        "engine/engine.py",
+        "                scheduler.leaving(worker)\n",
+        "                pass\n",
+        "engine/test_engine.py test_renewal.py",
     ),
     Mutation(
         "a batch goes to a consumer whose loop is closed",
@@ -221,8 +221,8 @@ MUTATIONS = (
     Mutation(
         "the slabs of a worker that has ended are not taken back",
         "backends/processes/pool.py",
-        "            heap.reclaim()\n        if self._spares",
-        "            pass\n        if self._spares",
+        "            heap.reclaim()\n        super()",
+        "            pass\n        super()",
         "backends/processes/test_pool.py",
     ),
     Mutation(

@@ -422,7 +422,7 @@ def test_what_was_opened_is_closed(place: dict[str, Any], kind: type[Noted], how
         with pytest.raises(ZeroDivisionError), iterator:
             _ = 1 / 0
     if how == "dropped":
-        session = inside.session(iterator)
+        session = inside.engine(iterator)
         del iterator
         assert session.wait_closed(5)
     else:

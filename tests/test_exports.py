@@ -131,7 +131,7 @@ def test_workers_import_little() -> None:
     """Imports go one way; a spawned worker imports nothing of the engine, nor does a main module with our names."""
     script = """
 import sys
-engine = ("asyncloader.run.worker_iterator", "asyncloader.engine.session", "asyncloader.engine.portal", "uvloop")
+engine = ("asyncloader.run.worker_iterator", "asyncloader.engine.engine", "asyncloader.engine.portal", "uvloop")
 import asyncloader.worker.serve
 from asyncloader.typing import AsyncDataset
 print([name for name in engine if name in sys.modules], "asyncloader.loader" in sys.modules)

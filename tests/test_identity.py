@@ -246,7 +246,6 @@ LOADER: dict[str, Decision] = {
     "trace": Free(None, None),  # a file
     "snapshot_every_n_steps": Same(1, 0, "dataset_state", {"dataset": Counting(DATA)}),
     "max_workers": Free(None, 2, {"num_workers": "auto", "worker_backend": "thread"}),
-    "max_tasks_per_child": Free(None, 3, {"num_workers": 1}),
     "max_worker_memory": Free(None, 1 << 40, {"num_workers": 1}),
 }
 CASES = [

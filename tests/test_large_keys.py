@@ -29,6 +29,13 @@ COUNT = 40
 KIB = 1 << 10
 
 
+@pytest.fixture(autouse=True)
+def by_count() -> Iterator[None]:
+    """Have workers be renewed by how much they have made."""
+    with inside.renewals_by_count():
+        yield
+
+
 def item(number: int) -> Any:
     """Return an item of a stream, of one of several kinds: distinct contents, and memory of its own."""
     noise = np.random.default_rng(number).integers(0, 256, 40 * KIB + number, np.uint8)
@@ -133,7 +140,7 @@ PLACES = [
     pytest.param({"multiprocessing_context": "spawn", "persistent_workers": True}, id="spawn", marks=pytest.mark.slow),
     pytest.param({"worker_backend": "thread"}, id="threads"),
     pytest.param({"scheduling": "dynamic"}, id="dynamic"),
-    pytest.param({"max_tasks_per_child": 2}, id="renewed"),
+    pytest.param(inside.renewed_after(2), id="renewed"),
     pytest.param({"persistent_workers": True}, id="persistent"),
     pytest.param({"num_workers": 0}, id="none"),
 ]

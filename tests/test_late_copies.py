@@ -26,6 +26,13 @@ LENGTH = 40
 PLAIN: dict[str, Any] = {"batch_size": 1, "num_workers": 1, "max_buffered_bytes": 0}
 
 
+@pytest.fixture(autouse=True)
+def by_count() -> Iterator[None]:
+    """Have workers be renewed by how much they have made."""
+    with inside.renewals_by_count():
+        yield
+
+
 class Sampled(Hidden):
     """Tells of each sample who has made it, and its random number."""
 
@@ -128,7 +135,7 @@ def nothing(_: Any) -> None:
 WAYS: list[tuple[Any, dict[str, Any]]] = [
     (resize, {}),
     (kill, {}),
-    (nothing, {"max_tasks_per_child": 4}),
+    (nothing, inside.renewed_after(4)),
     (resize, {"worker_backend": "thread"}),
 ]
 KINDS: list[Any] = [(Sampled, 0), (ShowsIt, 0), (ShowsIt, None), (InPlace, 0), (Wrapped, 0)]
@@ -237,7 +244,7 @@ def wait_for_renewals(iterator: Any, count: int) -> None:
 @pytest.mark.parametrize("kind", [Sampled, ShowsIt, InPlace])
 def test_two_iterators_of_two_epochs(kind: Any) -> None:
     """At once, and the workers of both are renewed."""
-    loader: Any = DataLoader(kind(), max_tasks_per_child=4, **PLAIN)
+    loader: Any = DataLoader(kind(), **inside.renewed_after(4), **PLAIN)
     iterators = []
     for epoch in (0, 1):
         loader.set_epoch(epoch)

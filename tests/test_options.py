@@ -86,9 +86,6 @@ def test_the_docstring_names_every_option() -> None:
         ("max_errors", -1),
         ("max_errors", 1.5),
         ("max_errors", True),
-        ("max_tasks_per_child", 0),
-        ("max_tasks_per_child", 1.5),
-        ("max_tasks_per_child", True),
         ("max_worker_memory", 500),
         ("max_worker_memory", "4 apples"),
         ("max_worker_memory", "-4GB"),
@@ -146,7 +143,6 @@ def test_each_option_takes_another_value() -> None:
         "trace": "trace.json",
         "snapshot_every_n_steps": 3,
         "max_workers": 5,
-        "max_tasks_per_child": 1000,
         "max_worker_memory": 1 << 30,
     }
     assert sorted(values) == sorted(OURS)
@@ -154,7 +150,6 @@ def test_each_option_takes_another_value() -> None:
         needs: dict[str, Any] = {
             "max_errors": {"on_error": "skip"},
             "max_workers": {"num_workers": "auto"},
-            "max_tasks_per_child": {"num_workers": 1},
             "max_worker_memory": {"num_workers": 1},
         }.get(name, {})
         loader: Any = DataLoader([1], **{**needs, name: value})  # type: ignore[arg-type]

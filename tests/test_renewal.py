@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,14 +18,22 @@ from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.backends.processes.pool import Pool
+from asyncloader.errors import WorkerStartError
 from asyncloader.machine import private_bytes
 from asyncloader.observe import private
 from asyncloader.observe.faults import Faults
 from tests import inside
-from tests.patience import until, wait_until
+from tests.patience import wait_until
 from tests.test_num_workers import LENGTH, Awaited, Counting, Drawing, Gate, Gated, Stream, bits, expected
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.fixture
+def by_count() -> Iterator[None]:
+    """Have workers be renewed by how much they have made."""
+    with inside.renewals_by_count():
+        yield
 
 
 def pids(batches: list[Any]) -> list[int]:
@@ -59,10 +68,10 @@ class SlowEnough(Dataset[int]):
         return index
 
 
-def test_a_worker_whose_last_ticket_is_refused_is_renewed() -> None:
+def test_a_worker_whose_last_ticket_is_refused_is_renewed(by_count: None) -> None:
     """The renewal waits for the end of the last ticket, whatever becomes of it."""
     plan = [[number] if number % 2 == 0 else [Unreadable(number)] for number in range(16)]
-    loader = DataLoader(SlowEnough(), batch_sampler=plan, num_workers=1, timeout=20, max_tasks_per_child=2)  # type: ignore[arg-type]
+    loader = DataLoader(SlowEnough(), batch_sampler=plan, num_workers=1, timeout=20, **inside.renewed_after(2))  # type: ignore[arg-type]
     seen, refused, iterator = [], 0, iter(loader)
     for keys in plan:
         try:
@@ -76,10 +85,10 @@ def test_a_worker_whose_last_ticket_is_refused_is_renewed() -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_the_data_are_those_of_workers_that_stay(scheduling: Any, in_order: bool) -> None:
-    """Many processes, with the same two ids; each worker id has its turn as ever."""
+def test_the_data_are_those_of_workers_that_stay(by_count: None, scheduling: Any, in_order: bool) -> None:
+    """Many processes, with the same two ids."""
     torch.manual_seed(3)
-    options: Any = {"scheduling": scheduling, "in_order": in_order, "max_buffered_bytes": 0, "max_tasks_per_child": 2}
+    options: Any = {"scheduling": scheduling, "in_order": in_order, "max_buffered_bytes": 0, **inside.renewed_after(2)}
     loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **options)
     iterator = iter(loader)
     seen = []
@@ -90,19 +99,17 @@ def test_the_data_are_those_of_workers_that_stay(scheduling: Any, in_order: bool
     assert sorted(map(bits, seen)) == sorted(expected())
     if in_order:
         assert [*map(bits, seen)] == expected()
-        if scheduling == "static":
-            assert [int(batch[4][0]) for batch in seen] == [number % 2 for number in range(LENGTH // 2)]
     assert {int(batch[4][0]) for batch in seen} == {0, 1}
     assert {int(count) for batch in seen for count in batch[5]} == {2}
     stats = loader.stats()
     assert len(set(pids(seen))) >= 4
-    assert (stats.workers.changes, stats.faults) == ({}, Faults())
+    assert stats.faults == Faults()
 
 
-def test_workers_that_start_in_any_way_are_renewed(start_method: str) -> None:
+def test_workers_that_start_in_any_way_are_renewed(by_count: None, start_method: str) -> None:
     """Forked, by the fork server, spawned."""
     torch.manual_seed(3)
-    options: Any = {"multiprocessing_context": start_method, "max_tasks_per_child": 18}  # so there is one renewal
+    options: Any = {"multiprocessing_context": start_method, **inside.renewed_after(18)}  # so there is one renewal
     loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=1, max_buffered_bytes=0, **options)
     iterator = iter(loader)
     seen = [next(iterator) for _ in range(20)]
@@ -112,10 +119,10 @@ def test_workers_that_start_in_any_way_are_renewed(start_method: str) -> None:
     assert len(set(pids(seen))) > 1
 
 
-def test_workers_are_renewed_in_async_for() -> None:
+def test_workers_are_renewed_in_async_for(by_count: None) -> None:
     """And a loop in between."""
     torch.manual_seed(3)
-    loader = DataLoader(Awaited(), 2, shuffle=True, num_workers=1, max_tasks_per_child=4)
+    loader = DataLoader(Awaited(), 2, shuffle=True, num_workers=1, **inside.renewed_after(4))
 
     async def run() -> list[Any]:
         return [batch async for batch in loader]
@@ -190,35 +197,11 @@ def test_a_fast_leak_is_bounded(num_workers: int, start_method: str) -> None:
     assert num_workers < len(set(makers)) <= num_workers + loader.stats().workers.renewals
 
 
-class NeverReady:
-    """Has the process that is to take the place of the first worker never come up."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, worker: int) -> None:
-        if self.path.exists():
-            time.sleep(1000)
-        self.path.touch()
-
-
-def test_a_worker_that_waits_for_another_goes_on_if_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is killed after a while, and a warning says so: above its bound is better than no training."""
-    monkeypatch.setattr("asyncloader.engine.supervisor._LATE_S", 0.3)
-    hangs = NeverReady(tmp_path / "first")
-    loader = DataLoader(FastLeak(), 2, num_workers=1, max_worker_memory=160 << 20, worker_init_fn=hangs)
-    assert [index for batch in loader for index in batch[0].tolist()] == list(range(160))
-    assert "could not be renewed, and goes on" in caplog.text
-    assert loader.stats().workers.renewals == 0
-
-
-def test_persistent_workers_between_two_epochs() -> None:
+def test_persistent_workers_between_two_epochs(by_count: None) -> None:
     """Batches of all epochs count, and epochs that are too short for it are no hindrance."""
     torch.manual_seed(3)
     options: Any = {"persistent_workers": True, "prefetch_factor": 40}
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=20, **options)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **inside.renewed_after(20), **options)
     seen, makers = [], []
     while not makers or (makers[0] == makers[-1] and len(makers) < 50):
         batches = list(loader)
@@ -230,11 +213,11 @@ def test_persistent_workers_between_two_epochs() -> None:
     loader.close()
 
 
-def test_many_epochs_of_persistent_workers() -> None:
+def test_many_epochs_of_persistent_workers(by_count: None) -> None:
     """Also where one is left in the middle."""
     torch.manual_seed(3)
     options: Any = {"persistent_workers": True}
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=7, **options)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **inside.renewed_after(7), **options)
     seen = [bits(batch) for _ in range(5) for batch in loader]
     next(iter(loader))
     seen += map(bits, loader)
@@ -243,10 +226,10 @@ def test_many_epochs_of_persistent_workers() -> None:
     assert seen == wanted[: 5 * LENGTH // 2] + wanted[6 * LENGTH // 2 :]
 
 
-def test_a_state_goes_on_while_they_are_renewed() -> None:
+def test_a_state_goes_on_while_they_are_renewed(by_count: None) -> None:
     """With others that stay."""
     torch.manual_seed(3)
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=1)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **inside.renewed_after(1))
     iterator = iter(loader)
     seen = [bits(next(iterator)) for _ in range(11)]
     state = loader.state_dict()
@@ -256,10 +239,10 @@ def test_a_state_goes_on_while_they_are_renewed() -> None:
     assert seen + [bits(batch) for batch in loader] == expected()
 
 
-def test_while_workers_come_and_go() -> None:
+def test_while_workers_come_and_go(by_count: None) -> None:
     """Those that leave are not renewed, those that come are."""
     torch.manual_seed(3)
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=1, max_buffered_bytes=0)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **inside.renewed_after(1), max_buffered_bytes=0)
     seen = []
     for number, batch in enumerate(loader):
         seen.append(bits(batch))
@@ -271,14 +254,8 @@ def test_while_workers_come_and_go() -> None:
 # ------------------------------------------------------------------------------------------------ in the middle of it
 
 
-def held(loader: Any) -> set[int]:
-    """Workers that finish what they have, and are renewed then."""
-    workforce = inside.session(inside.newest_iterator(loader)).supervisor.workforce
-    return {workforce.renewing} - {None} if workforce.is_finishing else set()
-
-
 class Renewed:
-    """A loader whose workers stand at a gate, and one of them is renewed when it has answered its tickets.
+    """A loader whose workers stand at a gate, and are renewed when they have answered their tickets.
 
     Args:
         folder: For the gate.
@@ -289,14 +266,18 @@ class Renewed:
     def __init__(self, folder: Path, num_workers: int = 2, **options: Any) -> None:
         self.gate = Gate(folder)
         # A worker has tickets for batches before the gate and behind it, so it is due, and never without work.
-        options = {"max_buffered_bytes": 0, "max_tasks_per_child": 1, "prefetch_factor": 4, **options}
+        options = {"max_buffered_bytes": 0, "prefetch_factor": 4, **inside.renewed_after(1), **options}
         self.loader: Any = DataLoader(Gated(self.gate), 2, num_workers=num_workers, **options)
         self.iterator: Any = iter(self.loader)
         self.seen = [next(self.iterator) for _ in range(3)]
-        wait_until(lambda: held(self.loader))
-        (self.worker,) = held(self.loader)
+        self.engine = inside.engine(self.iterator)
         self.gate.wait_for(num_workers)
-        self.session = inside.session(self.iterator)
+        wait_until(lambda: len(self.leaving) == num_workers)
+
+    @property
+    def leaving(self) -> set[int]:
+        """Workers that finish what they have."""
+        return self.engine.run.scheduler.roster.leaving
 
     def rest(self) -> list[Any]:
         """Open the gate, and take what is left."""
@@ -305,39 +286,28 @@ class Renewed:
         return [batch[0].tolist() for batch in self.seen]
 
 
-def unsent(renewed: Renewed) -> set[int]:
-    """Return the numbers of the batches that wait for the next process."""
-    return inside.unsent(renewed.session, renewed.worker)
-
-
 WANTED = [[i, i + 1] for i in range(0, LENGTH, 2)]
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("on_crash", ["retry", "skip"])
-def test_one_that_dies_before_it_is_renewed(tmp_path: Path, on_crash: Any, num_workers: int) -> None:
-    """The one that is ready does what it had; what was not begun is not blamed."""
+def test_one_that_dies_before_it_is_renewed(by_count: None, tmp_path: Path, on_crash: Any, num_workers: int) -> None:
+    """Another one does what it had; what was not begun is not blamed."""
     renewed = Renewed(tmp_path, num_workers, on_crash=on_crash)
-    pool, worker = renewed.session.pool, renewed.worker
-    spare = inside.spares(pool)[worker]
-    at = min(renewed.session.run.scheduler.in_flight[worker])
-    os.kill(pool.processes[worker].pid, signal.SIGKILL)
-    wait_until(lambda: pool.processes.get(worker) is spare)
-    assert not held(renewed.loader)
+    at = min(renewed.engine.run.scheduler.in_flight[0])
+    os.kill(renewed.engine.pool.processes[0].pid, signal.SIGKILL)
+    wait_until(lambda: 0 not in renewed.leaving)
     seen = renewed.rest()
     assert seen == [batch for number, batch in enumerate(WANTED) if on_crash == "retry" or number != at]
-    assert renewed.loader.stats().faults.replacements == 1
 
 
-def test_one_that_dies_and_its_error_is_raised(tmp_path: Path) -> None:
-    """It names what the worker had; what waited for the next process comes, as all the rest."""
+def test_one_that_dies_and_its_error_is_raised(by_count: None, tmp_path: Path) -> None:
+    """It names what the worker had; all the rest comes."""
     renewed = Renewed(tmp_path, on_crash="raise")
-    pool, worker = renewed.session.pool, renewed.worker
-    lost = renewed.session.run.scheduler.in_flight[worker].keys() - unsent(renewed)
-    assert lost
-    os.kill(pool.processes[worker].pid, signal.SIGKILL)
-    wait_until(lambda: not held(renewed.loader))
+    lost = set(renewed.engine.run.scheduler.in_flight[0])
+    os.kill(renewed.engine.pool.processes[0].pid, signal.SIGKILL)
+    wait_until(lambda: 0 not in renewed.leaving)
     with renewed.gate.opened():
         with pytest.raises(RuntimeError, match="is killed by signal"):
             next(renewed.iterator)
@@ -347,48 +317,19 @@ def test_one_that_dies_and_its_error_is_raised(tmp_path: Path) -> None:
     ]
 
 
-def test_the_next_process_dies_before_it_has_the_place(tmp_path: Path) -> None:
-    """Another one is started in its place."""
-    renewed = Renewed(tmp_path)
-    pool = renewed.session.pool
-    os.kill(inside.spares(pool)[renewed.worker].pid, signal.SIGKILL)
-    wait_until(lambda: not inside.spares(pool))
-    assert renewed.rest() == WANTED
-    assert renewed.loader.stats().faults.replacements == 0
-
-
-def test_where_no_process_can_be_had_the_worker_goes_on(caplog: Any, monkeypatch: Any) -> None:
-    """As if nobody had asked for it."""
-
-    def refuse(*args: Any) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(Pool, "_start_other", refuse)
-    torch.manual_seed(3)
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=2, max_buffered_bytes=0)
-    with caplog.at_level(logging.WARNING, "asyncloader"):
-        iterator = iter(loader)
-        seen = [bits(next(iterator)) for _ in range(12)]
-        wait_until(lambda: "could not be renewed, and goes on: no room" in caplog.text)
-        assert seen + [bits(batch) for batch in iterator] == expected()
-    assert (loader.stats().workers.renewals, loader.stats().faults.replacements) == (0, 0)
-
-
 @pytest.mark.parametrize("number", [1, 3])
-def test_one_that_is_to_leave_or_stay_before_it_is_renewed(tmp_path: Path, number: int) -> None:
-    """A worker that leaves does what it was given."""
+def test_one_that_is_to_leave_or_stay_before_it_is_renewed(by_count: None, tmp_path: Path, number: int) -> None:
+    """A worker that leaves does what it was given; one that is to stay is renewed later."""
     renewed = Renewed(tmp_path)
     renewed.loader.set_num_workers(number)
-    if number == 1 and renewed.worker == 1:
-        wait_until(lambda: not held(renewed.loader))
     assert renewed.rest() == WANTED
 
 
-def test_one_that_hangs_before_it_is_renewed(tmp_path: Path, patient_stacks: None) -> None:
+def test_one_that_hangs_before_it_is_renewed(by_count: None, tmp_path: Path, patient_stacks: None) -> None:
     """It is killed, and another one does what it had."""
     renewed = Renewed(tmp_path, 1, timeout=60, on_timeout="retry", max_retries=50)
     inside.set_timeout(renewed.iterator, 0.3)
-    hung = renewed.session.pool.processes[0]
+    hung = renewed.engine.pool.processes[0]
     asked = asyncio.run(_take(renewed, hung))
     assert asked == WANTED
 
@@ -403,106 +344,85 @@ async def _take(renewed: Renewed, hung: Any) -> list[Any]:
     return [batch[0].tolist() for batch in renewed.seen]
 
 
-class Stuck(Dataset[int]):
-    """Awaited samples of which odd ones, and those from 8 on, hang in the workers that were there first."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __len__(self) -> int:
-        return 30
-
-    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        await until(lambda: (self.folder / "known").exists())  # who is there first
-        if (index % 2 or index >= 8) and (self.folder / str(os.getpid())).exists():
-            await asyncio.Event().wait()
-        return index
-
-
-def test_what_was_not_sent_is_not_blamed_for_a_hang(tmp_path: Path, patient_stacks: None) -> None:
-    """The awaited batch was lost with a worker that died, and waits for one that has later ones, of which one hangs."""
-    options: Any = {"num_workers": 2, "prefetch_factor": 8, "concurrency": 4, "max_buffered_bytes": 0}
-    options["max_tasks_per_child"] = 3
-    loader: Any = DataLoader(Stuck(tmp_path), 1, timeout=60, on_timeout="skip", **options)
-    iterator: Any = iter(loader)
-    pids = inside.pids(iterator)
-    processes = inside.session(iterator).pool.processes.values()
-    wait_until(lambda: all(process.is_ready for process in processes))  # before that nobody is renewed
-    for name in [*map(str, pids), "known"]:
-        (tmp_path / name).touch()
-    seen = [int(next(iterator))]
-    wait_until(lambda: held(loader) == {0})
-    session, scheduler = inside.session(iterator), inside.run(iterator).scheduler
-    loader.set_num_workers(1)
-    wait_until(lambda: 1 in scheduler.roster.leaving)
-    os.kill(pids[1], signal.SIGKILL)
-    wait_until(lambda: 1 not in scheduler.active)
-    assert scheduler.awaited().batch == 8  # batch 1 waits until this worker has nothing else in hand
-    session.report_overdue(0.3).result(60)
-    seen += [int(batch) for batch in iterator]
-    assert seen == [index for index in range(30) if index != 8]
-
-
-def test_closed_before_one_is_renewed(tmp_path: Path) -> None:
-    """Nothing is left of what was kept."""
+def test_closed_before_one_is_renewed(by_count: None, tmp_path: Path) -> None:
+    """Nothing is left."""
     renewed = Renewed(tmp_path)
     with renewed.gate.opened():
         renewed.loader.close()
 
 
-def test_left_before_one_is_renewed(tmp_path: Path) -> None:
-    """The next run has nothing of what was kept."""
+def test_left_before_one_is_renewed(by_count: None, tmp_path: Path) -> None:
+    """The next run has nothing of what it had."""
     renewed = Renewed(tmp_path, persistent_workers=True)
     with renewed.gate.opened():
         assert [batch[0].tolist() for batch in renewed.loader] == WANTED
     renewed.loader.close()
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_where_no_process_can_be_had_another_one_is_tried(
+    by_count: None, caplog: Any, monkeypatch: Any, num_workers: int
+) -> None:
+    """Later; the other workers go on, and where there are none, training waits."""
+    start, refused = Pool._start_other, iter(range(3))
+
+    def refuse(*args: Any) -> Any:
+        for _ in refused:
+            raise OSError("no room")
+        return start(*args)
+
+    monkeypatch.setattr(Pool, "_start_other", refuse)
+    torch.manual_seed(3)
+    options: Any = {"max_buffered_bytes": 0, **inside.renewed_after(3)}
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=num_workers, **options)
+    with caplog.at_level(logging.WARNING, "asyncloader"):
+        assert [bits(batch) for batch in loader] == expected()
+    assert "which is tried again: no room" in caplog.text
+    assert loader.stats().faults == Faults()
+
+
 class Failing:
-    """Has the processes of workers end at their start while a file is there.
+    """Has the processes of workers end at their start so many times, behind the first of each.
 
     Args:
-        path: Of the file.
+        folder: Where the starts are noted.
+        times: How often.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path, times: int) -> None:
+        self.folder = folder
+        self.times = times
 
     def __call__(self, worker: int) -> None:
-        if self.path.exists():
+        begun = len(list(self.folder.iterdir()))
+        (self.folder / f"{begun} {os.getpid()}").touch()
+        if 0 < begun <= self.times:
             os._exit(7)
 
 
-def test_a_process_that_ends_at_its_start_is_tried_again(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
-    """Later, and nothing waits for it."""
-    monkeypatch.setattr("asyncloader.engine.workforce._PAUSE_S", 0.0)
+@pytest.mark.parametrize("times", [2, 100])
+def test_a_process_that_ends_at_its_start_is_tried_again(
+    by_count: None, tmp_path: Path, caplog: Any, times: int
+) -> None:
+    """A few times where there is no other worker. Then the run ends, and the error says why."""
     torch.manual_seed(3)
-    failing = Failing(tmp_path / "fail")
-    options: Any = {"max_buffered_bytes": 0, "max_tasks_per_child": 4, "worker_init_fn": failing}
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **options)
-    iterator: Any = iter(loader)
-    workforce = inside.session(iterator).supervisor.workforce
-    seen = [bits(next(iterator)) for _ in range(2)]
-    failing.path.touch()
-    with caplog.at_level(logging.WARNING, "asyncloader"):
-        seen += [bits(next(iterator)) for _ in range(6)]
-        wait_until(lambda: "could not be renewed, and goes on" in caplog.text)
-    failing.path.unlink()
-    while not loader.stats().workers.renewals:
-        seen.append(bits(next(iterator)))
-        wait_until(lambda: workforce.renewing is None)
-    seen += map(bits, iterator)
-    assert seen == expected()
+    options: Any = {"max_buffered_bytes": 0, "worker_init_fn": Failing(tmp_path, times), **inside.renewed_after(4)}
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=1, **options)
+    if times == 2:
+        assert [bits(batch) for batch in loader] == expected()
+    else:
+        with pytest.raises(WorkerStartError, match="Workers end before they can take a batch"):
+            list(loader)
 
 
 # ----------------------------------------------------------------------------------------------------- what is told
 
 
-def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: Any) -> None:
-    """Each renewal, and nothing else: the number of workers has not changed."""
+def test_it_is_in_the_log_the_timeline_and_the_figures(by_count: None, tmp_path: Path, caplog: Any) -> None:
+    """Each renewal."""
     with caplog.at_level(logging.INFO, "asyncloader"):
         options: Any = {"max_buffered_bytes": 0, "trace": tmp_path / "trace.json"}
-        loader = DataLoader(Drawing(), 2, num_workers=1, max_tasks_per_child=3, **options)
+        loader = DataLoader(Drawing(), 2, num_workers=1, **inside.renewed_after(3), **options)
         iterator = iter(loader)
         for _ in range(6):
             next(iterator)
@@ -512,12 +432,8 @@ def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: A
     events = json.loads((tmp_path / "trace.json").read_text())
     stats = loader.stats()
     assert len([event for event in events if event["name"] == "worker 0 renewed"]) == stats.workers.renewals > 0
-    assert caplog.text.count("worker 0 is renewed: it has made ") == stats.workers.renewals
-    assert (stats.workers.changes, stats.num_workers, stats.as_dict()["workers"]["renewals"]) == (
-        {},
-        1,
-        stats.workers.renewals,
-    )
+    assert caplog.text.count("worker 0 is renewed: it has ") == stats.workers.renewals
+    assert stats.as_dict()["workers"]["renewals"] == stats.workers.renewals
     assert sum(worker.batches for worker in stats.workers.each) == LENGTH // 2
 
 
@@ -532,27 +448,25 @@ def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: A
     ],
     ids=["no workers", "threads", "stream", "seeding", "state"],
 )
-@pytest.mark.parametrize("name", ["max_tasks_per_child", "max_worker_memory"])
-def test_where_workers_cannot_be_renewed(dataset: Any, options: Any, why: str, name: str) -> None:
+def test_where_workers_cannot_be_renewed(dataset: Any, options: Any, why: str) -> None:
     """The error is raised at construction, and says why."""
-    with pytest.raises(ConfigurationError, match=f"{name} .*{why}"):
-        DataLoader(dataset, **{name: 1 << 30}, **options)
+    with pytest.raises(ConfigurationError, match=f"max_worker_memory .*{why}"):
+        DataLoader(dataset, max_worker_memory=1 << 30, **options)
 
 
 def test_where_nobody_tells_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other option is named."""
+    """It is refused."""
     monkeypatch.setattr("asyncloader.options.private_bytes", lambda: None)
-    with pytest.raises(ConfigurationError, match=r"max_worker_memory cannot be kept here: .*max_tasks_per_child"):
+    with pytest.raises(ConfigurationError, match="max_worker_memory cannot be kept here"):
         DataLoader(Drawing(), num_workers=1, max_worker_memory=1 << 30)
-    DataLoader(Drawing(), num_workers=1, max_tasks_per_child=5)
 
 
-def test_kept_workers_keep_their_bounds() -> None:
+def test_kept_workers_keep_their_bounds(by_count: None) -> None:
     """What is set in between is for the next ones."""
     dataset: Dataset[Any] = Drawing()
-    loader: Any = DataLoader(dataset, 2, num_workers=1, persistent_workers=True, max_tasks_per_child=1000)
+    loader: Any = DataLoader(dataset, 2, num_workers=1, persistent_workers=True, **inside.renewed_after(1000))
     makers = {pid for batch in loader for pid in batch[3].tolist()}
-    loader.max_tasks_per_child = 1
+    loader.max_worker_memory = inside.renewed_after(1)["max_worker_memory"]
     makers |= {pid for batch in loader for pid in batch[3].tolist()}
     assert len(makers) == 1
     loader.close()

@@ -1,6 +1,6 @@
-"""Where workers run, as the session sees it.
+"""Where workers run, as the engine sees it.
 
-    session ── start, send, add, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop; others
+    engine ── start, send, add, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop; others
             <── on_ready, on_outcome, ... ──
 
 All of it happens on the loop thread, but for `wait_dead` and a `Launch`, which any thread may carry out.
@@ -23,7 +23,7 @@ END_GRACE_S = 3.0
 
 
 class Listener(Protocol):
-    """The supervisor, as a backend sees it: it is told of outcomes, and of workers that come and go."""
+    """The engine, as a backend sees it: it is told of outcomes, and of workers that come and go."""
 
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset. If it has no part in the run yet, it has from now on."""
@@ -33,9 +33,6 @@ class Listener(Protocol):
 
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker ended on its own: what it was at may be to blame, and another is put in its place."""
-
-    def on_prepared(self, worker: int) -> None:
-        """The process that was prepared for the place of this worker has opened the dataset, or has ended."""
 
     def on_failed(self, error: Exception) -> None:
         """No worker can be had any more, or none that could make these batches."""
@@ -85,24 +82,15 @@ class Backend(Protocol):
     def add(self, worker: int, num_workers: int) -> None:
         """Start a worker under this id: one more, or in the place of another.
 
-        The other one has died, was discarded, or has answered all its tickets: then it finishes. The new one can be
-        given tickets at once. Where that is not urgent it joins the run only when it tells that it is ready.
+        The other one has died, or was discarded or dismissed. The new one can be given tickets at once. Where that is
+        not urgent it joins the run only when it tells that it is ready.
 
         Args:
             worker: Its id.
             num_workers: How many workers there are, as its dataset is told.
 
         Raises:
-            Exception: if the system has no room for it. Nothing is left of it then, and another that was there stays.
-        """
-
-    def prepare(self, worker: int, num_workers: int) -> Worker | None:
-        """Start beforehand what `add` is to put in the place of this worker; return it, or None if nothing can be.
-
-        Until then it is told of by `Listener.on_prepared` alone, and goes with the worker if that is dismissed.
-
-        Raises:
-            Exception: as `add`.
+            Exception: if the system has no room for it. Nothing is left of it then.
         """
 
     def dismiss(self, worker: int, grace_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Tickets, and what scheduler, workforce and recovery decide, for the session to carry out. Plain values."""
+"""Tickets, and what scheduler, workforce and recovery decide, for the engine to carry out. Plain values."""
 
 from __future__ import annotations
 
@@ -25,51 +25,8 @@ class Ticket:
     worker: int = -1
     tries: int = 0
     is_suspect: bool = False
-    sent_at: float = 0.0  # the session's note; no decision depends on it
+    sent_at: float = 0.0  # the engine's note; no decision depends on it
     is_prompt: bool = False  # sent to an idle worker as soon as it was idle: its wait is the channel's latency
-
-
-class Send(NamedTuple):
-    """Give the ticket to the worker."""
-
-    worker: int
-    ticket: Ticket
-
-
-class Deliver(NamedTuple):
-    """Hand a batch, or what stands in its place, over to the consumer."""
-
-    item: Any
-
-
-class Replace(NamedTuple):
-    """Start a new process for this worker id."""
-
-    worker: int
-
-
-class Dismiss(NamedTuple):
-    """Let this worker go: it was to leave, and has nothing in hand any more."""
-
-    worker: int
-
-
-class Start(NamedTuple):
-    """Start a worker under this id, which takes tickets when it is ready."""
-
-    worker: int
-
-
-class Join(NamedTuple):
-    """Tell the scheduler that this worker takes tickets from now on."""
-
-    worker: int
-
-
-class Leave(NamedTuple):
-    """Tell the scheduler that this worker is to leave."""
-
-    worker: int
 
 
 Cause: TypeAlias = Callable[[Sequence[Ticket]], Exception]
@@ -109,28 +66,18 @@ class Vacate(NamedTuple):
     rest_s: float = 0.0
 
 
-class Postpone(NamedTuple):
-    """Have others do the work of this worker, and start it after so many seconds: there is no room for it."""
+Action: TypeAlias = Fail | Vacate | tuple[str, Any] | tuple[str, int, float]
+"""What is to be done:
 
-    worker: int
-    rest_s: float
-
-
-class Discard(NamedTuple):
-    """Kill the process of this worker, whose end is nobody's concern then."""
-
-    worker: int
-
-
-class GiveUp(NamedTuple):
-    """No worker can be had: one error stands for everything that is not here yet."""
-
-    error: Exception
-
-
-Action: TypeAlias = (
-    Send | Deliver | Replace | Start | Join | Leave | Dismiss | Fail | Vacate | Postpone | Discard | GiveUp
-)
+    ("start", worker)             start a worker under this id, which takes tickets when it is ready
+    ("join", worker)              tell the scheduler that it takes tickets from now on
+    ("leave", worker)             tell the scheduler that it is to leave
+    ("dismiss", worker)           let it go: it has nothing in hand
+    ("replace", worker)           start another process in the place of one that was lost
+    ("discard", worker)           kill its process, whose end is nobody's concern then
+    ("postpone", worker, rest_s)  have others do its work, and start it after so many seconds: there is no room for it
+    ("give up", error)            no worker can be had: one error stands for everything that is not here yet
+"""
 
 VOID = object()
 """Nothing is there, and its place in the order is passed over. In the plan, in place of keys: it was yielded before.

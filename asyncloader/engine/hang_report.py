@@ -1,29 +1,34 @@
-"""Say in the log what a batch waits for that has not come for long: see `HangWatch`.
+"""Say in the log what a batch waits for that has not come for long.
 
-A timer of the loop looks at the consumers. The worker that has the batch is looked at in the first half of the wait,
-and again when the wait has become too long: in between it has used CPU time, or none.
+`HangWatch` decides when a wait is spoken of, without a loop or a clock, and `HangReporter` speaks. A timer of the
+engine has it look at the consumers. The worker that has the batch is looked at in the first half of the wait, and again
+when the wait has become too long: in between it has used CPU time, or none.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
-from asyncio import TimerHandle
 from functools import partial
 from time import monotonic
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from asyncloader.backends.backend import Backend
 from asyncloader.backends.worker import Worker
-from asyncloader.engine import hang_watch
 from asyncloader.engine.actions import Ticket
-from asyncloader.engine.hang_watch import HangWatch
 from asyncloader.engine.run import Run
 from asyncloader.errors import describe_batch
 from asyncloader.observe.activity import Activity, threaded_libraries, threads_at
-from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
+
+LOOK_S = 15.0
+"""How often consumers are looked at. Seconds."""
+
+FIRST_S = 60.0
+"""A shorter wait is never spoken of. Seconds."""
+
+_TIMES = 20
+"""Nor is one that is shorter than so many times the work of the slowest batch."""
 
 _IDLE_SHARE = 0.01
 _IDLE_S = 0.05
@@ -41,12 +46,6 @@ _STATES = {
 }
 
 
-class HasRun(Protocol):
-    """A session: it has a run."""
-
-    run: Run
-
-
 class Seen(NamedTuple):
     """A worker as it was seen at one moment: ``at`` in seconds, of `time.monotonic`."""
 
@@ -55,38 +54,81 @@ class Seen(NamedTuple):
     activity: Activity | None
 
 
-class HangReporter:
-    """Looks at the consumers of a session for as long as it is open. On the loop thread.
+class HangWatch:
+    """The wait of consumers for the next batch, from look to look.
 
-    Args:
-        loop: The portal's.
-        pool: The workers.
-        session: Has the run; not kept alive.
+    A wait that was spoken of doubles the bound for the next one: a loader whose batches take long to arrive, and always
+    did, is not spoken of at each of them.
     """
 
-    def __init__(self, loop: GuardedLoop, pool: Backend, session: HasRun) -> None:
+    def __init__(self) -> None:
+        self._taken = -1
+        self._since: float | None = None
+        self._looked_at = 0.0
+        self._slowest_s = 0.0
+        self._reports = 0
+        self._is_reported = False
+
+    @property
+    def bound_s(self) -> float:
+        """A wait as long as this is to be spoken of. Seconds."""
+        return float(max(FIRST_S, _TIMES * self._slowest_s) * 2**self._reports)
+
+    def look(self, now: float, taken: int, *, is_waiting: bool, slowest_s: float) -> float | None:
+        """Look at the consumers.
+
+        Time in which nobody looked does not count: this process was stopped, and its workers with it perhaps.
+
+        Args:
+            now: Seconds, of any clock.
+            taken: Batches that consumers have taken.
+            is_waiting: Some consumer waits at this moment.
+            slowest_s: The work of the slowest batch so far. Seconds.
+
+        Returns:
+            How long the present wait has been looked at, in seconds: 0.0 at the first look. None if nobody waits.
+        """
+        unseen_s, self._looked_at = max(0.0, now - self._looked_at - LOOK_S), now
+        self._slowest_s = max(self._slowest_s, slowest_s)
+        is_same = taken == self._taken
+        self._taken = taken
+        if not is_waiting:
+            self._since = None
+            return None
+        if self._since is None or not is_same:
+            self._since, self._is_reported = now, False
+        else:
+            self._since += unseen_s
+        return now - self._since
+
+    def is_due(self, waited_s: float) -> bool:
+        """Return, once in a wait, that it has become too long.
+
+        Args:
+            waited_s: What `look` has returned.
+        """
+        if self._is_reported or waited_s < self.bound_s:
+            return False
+        self._is_reported = True
+        self._reports += 1
+        return True
+
+
+class HangReporter:
+    """Looks at the consumers of an engine every `LOOK_S`. On the loop thread.
+
+    Args:
+        pool: The workers.
+    """
+
+    def __init__(self, pool: Backend) -> None:
         self._watch = HangWatch()
-        self._loop = loop
         self._pool = pool
-        self._session = weakref.ref(session)
         self._before: Seen | None = None  # the worker that has the awaited batch, in the first half
-        self._timer: TimerHandle | None = None
 
-    def start(self) -> None:
-        """Look every so often from now on."""
-        self._timer = self._loop.call_later(hang_watch.LOOK_S, self._look)
-
-    def stop(self) -> None:
-        """Look no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        if (session := self._session()) is None:
-            return
-        self.start()
-        run, now = session.run, monotonic()
-        is_waiting = run.handoff.waiting > 0
+    def look(self, run: Run) -> None:
+        """Look at the consumers of a run."""
+        now, is_waiting = monotonic(), run.handoff.waiting > 0
         slowest_s = run.meter.stats().stages.work.longest_s if is_waiting else 0.0
         waited_s = self._watch.look(now, run.taken, is_waiting=is_waiting, slowest_s=slowest_s)
         if waited_s is None:

@@ -1,10 +1,10 @@
 """Decide what becomes of workers that died or hung: whether another takes the place, when, and what is said of it.
 
     died, overdue ──> ┌──────────┐ ──> Vacate(worker, cause, ...)   its tickets are run again or given up: the scheduler
-    fill ───────────> │ Recovery │ ──> Discard(worker)            kill it first
-    ready, reset ───> └──────────┘ ──> GiveUp(error)              no worker can be had
+    fill ───────────> │ Recovery │ ──> ("discard", worker)          kill it first
+    ready, reset ───> └──────────┘ ──> ("give up", error)           no worker can be had
 
-No loop, no clock, no process is touched: events come in as method calls, decisions go out as actions, which the session
+No loop, no clock, no process is touched: events come in as method calls, decisions go out as actions, which the engine
 carries out. A worker that is lost is replaced at once. If one is lost after the other with no outcome of any worker
 between them, starting more would only keep the machine busy: then a worker rests before it gets its next process,
 longer each time.
@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from asyncloader.backends.worker import Worker
-from asyncloader.engine.actions import Cause, Discard, GiveUp, Postpone, Replace, Ticket, Vacate
+from asyncloader.engine.actions import Action, Cause, Ticket, Vacate
 from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
 from asyncloader.messages.snapshot import WorkerStart
 from asyncloader.options import Options
@@ -123,9 +123,10 @@ class Recovery:
     def __repr__(self) -> str:
         return f"<Recovery losses={self._losses} failed_starts={self._failed_starts} vacant={sorted(self._vacant)}>"
 
-    def ready(self) -> None:
+    def ready(self, worker: int) -> None:
         """A worker has opened the dataset."""
         self._failed_starts = 0
+        self._failed_launches.pop(worker, None)
 
     def reset(self) -> None:
         """A worker has come to an outcome."""
@@ -139,60 +140,71 @@ class Recovery:
     # ------------------------------------------------------------------------------------------------------ deaths
 
     def died(
-        self, process: Worker, start: WorkerStart | None, *, is_active: bool
-    ) -> Sequence[Vacate | GiveUp | Postpone]:
+        self,
+        process: Worker,
+        start: WorkerStart | None,
+        *,
+        is_active: bool,
+        is_coming: bool = False,
+        is_alone: bool = True,
+    ) -> Sequence[Action]:
         """The worker's process ended on its own.
 
         Args:
             process: The worker.
             start: Where another one would begin, if it held a place in the data.
             is_active: The worker had not come to the end of its data.
+            is_coming: The run was to get it, and others do its work meanwhile.
+            is_alone: No other worker is there.
         """
         if process.was_set_up:
             log.warning("%s%s", describe_death(process.pid, process.exitcode), last_words(process.output))
         if process.is_lost and not self._options.why_workers_stay:  # there may be no room for another one
-            return [Postpone(process.worker_id, self._count_loss())]
+            return [("postpone", process.worker_id, self._count_loss())]
         is_blamed = process.is_ready and not process.is_lost  # for what it was at
         self._failed_starts += not (process.is_ready or process.is_lost)
-        if not is_active:  # only a later run needs another
+        if not (is_active or is_coming):  # only a later run needs another
             self._vacant.add(process.worker_id)
             self.has_lost_for_good |= not (self._is_replaceable or self._has_initial_state)
             return []
-        if not process.was_set_up:
-            return [GiveUp(_no_start(process))]
-        if self._failed_starts > self.num_workers + 2:
-            return [GiveUp(_failed_starts(process, self._failed_starts))]
+        if is_active or is_alone:
+            if not process.was_set_up:
+                return [("give up", _no_start(process))]
+            if self._failed_starts > self.num_workers + 2:
+                return [("give up", _failed_starts(process, self._failed_starts))]
+        if is_coming:
+            error = _failed_starts(process, self._failed_starts)
+            return self.not_launched(process.worker_id, error, is_active=False, is_alone=is_alone)
         if process.is_ready and not self._can_replace(start):
             return self._lose_for_good(process)
         return [Vacate(process.worker_id, partial(_death, process), was_ready=is_blamed, rest_s=self._count_loss())]
 
-    def launched(self) -> None:
-        """A process was started: there is room for others."""
-        self._failed_launches.clear()
-
-    def not_launched(self, worker: int, error: Exception, *, is_needed: bool) -> Sequence[Vacate | GiveUp | Postpone]:
+    def not_launched(self, worker: int, error: Exception, *, is_active: bool, is_alone: bool) -> Sequence[Action]:
         """The system had no room for a process under this worker id, and may have some later.
 
         Args:
             worker: The id.
             error: The error of the start.
-            is_needed: No other worker is there for its work. Nor is one where it matters which worker makes a batch.
+            is_active: The run counts on this worker.
+            is_alone: No other worker is there for its work.
         """
         count = self._failed_launches[worker] = self._failed_launches.get(worker, 0) + 1
         if count == 1:
             log.warning("No process could be started for worker %d, which is tried again: %s", worker, error)
         rest_s = _FIRST_REST_S * 2.0 ** min(count - 1, 20)
-        if not (is_needed or self._options.why_workers_stay):
-            return [Postpone(worker, min(rest_s, _LONGEST_POSTPONED_S))]
-        if count > _MOST_LAUNCHES:
-            return [GiveUp(error)]
-        return [Vacate(worker, lambda tickets: error, was_ready=False, rest_s=min(rest_s, _LONGEST_REST_S))]
+        is_needed = is_alone or bool(is_active and self._options.why_workers_stay)  # where it matters who makes a batch
+        if is_needed and count > _MOST_LAUNCHES:
+            return [("give up", error)]
+        rest_s = min(rest_s, _LONGEST_REST_S if is_needed else _LONGEST_POSTPONED_S)
+        if is_needed and is_active:
+            return [Vacate(worker, lambda tickets: error, was_ready=False, rest_s=rest_s)]
+        return [("postpone", worker, rest_s)]
 
-    def fill(self, process: Worker, start: WorkerStart | None) -> Sequence[Vacate | Replace]:
+    def fill(self, process: Worker, start: WorkerStart | None) -> Sequence[Action]:
         """Another run has begun, and this worker, which was lost before, has no process."""
-        return [Replace(process.worker_id)] if self._can_replace(start) else self._lose_for_good(process)
+        return [("replace", process.worker_id)] if self._can_replace(start) else self._lose_for_good(process)
 
-    def _lose_for_good(self, process: Worker) -> list[Vacate]:
+    def _lose_for_good(self, process: Worker) -> list[Action]:
         self.has_lost_for_good = True
         note = _NOT_IN_LATER_RUNS if self._has_initial_state else _NOT_REPLACED
         cause = partial(_death, process, note=note if self._tells_place else _NOT_REPLACEABLE)
@@ -226,7 +238,7 @@ class Recovery:
         is_late = silent_s >= max(2 * timeout_s, _FINISHING_S)
         return self._options.on_timeout != "raise" and is_anybody_there and not is_late
 
-    def overdue(self, found: Overdue, start: WorkerStart | None) -> BatchTimeoutError | Sequence[Discard | Vacate]:
+    def overdue(self, found: Overdue, start: WorkerStart | None) -> BatchTimeoutError | Sequence[Action]:
         """The awaited batch has not come in time: do what ``on_timeout`` says, or return the error to raise.
 
         No action means that the batch, or its error, will come after all.
@@ -254,7 +266,7 @@ class Recovery:
         log.warning("%s It is killed and replaced.", explain())
         cause: Cause = lambda tickets: explain(tries=tickets[0].tries)  # noqa: E731
         worker = process.worker_id
-        return [Discard(worker), Vacate(worker, cause, hung=True, rest_s=self._count_loss())]
+        return [("discard", worker), Vacate(worker, cause, hung=True, rest_s=self._count_loss())]
 
 
 def _death(process: Worker, tickets: Sequence[Ticket], note: str = "") -> Exception:

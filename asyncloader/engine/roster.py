@@ -1,21 +1,19 @@
 """Which workers there are and what each has in hand: whose turn it is, and who has the fewest tickets.
 
     join, leave, retire ──> takers, in the order of their ids: one of them has the turn, a newcomer before all
-    give, take_back ──────> in_flight, and a sorted list of how many tickets each taker has
+    the scheduler ────────> in_flight: who has which tickets
 
-A batch costs nearly as much here with thousands of workers as with two: bisection, and moving a few kilobytes. The
-scheduler alone uses it.
+A batch costs nearly as much here with thousands of workers as with two. Loads are compared only where that is asked:
+until then nothing is kept of them but which have changed. The scheduler alone uses it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
+from heapq import heappop, heappush, heapreplace
 
 from asyncloader.engine.actions import Ticket
-
-_LOAD = 1 << 32
-"""What one ticket adds to an entry of the sorted list, whose lower half is the id of the worker."""
 
 
 class Roster:
@@ -29,18 +27,21 @@ class Roster:
         in_flight: By worker, its tickets by number.
         active: Workers that take tickets, or still have some in hand.
         leaving: Active workers that get no more tickets.
+        held: Active workers that get nothing for a moment.
+        changed: Workers that may have fewer tickets than before, or can be given some again.
     """
 
     def __init__(self, num_workers: int, turn: int) -> None:
         self.in_flight: dict[int, dict[int, Ticket]] = {worker: {} for worker in range(num_workers)}
         self.active = set(self.in_flight)
         self.leaving: set[int] = set()
-        self._held: set[int] = set()
+        self.held: set[int] = set()
         self._takers = sorted(self.active)
         self._turn = turn % max(1, num_workers)
         self._newcomers: deque[int] = deque()
-        self._open = set(self._takers)  # who can be given tickets now
-        self._loads = list(self._takers)  # of these, (tickets, worker) in one integer, in ascending order
+        self.changed = set(self._takers)
+        self._loads: list[tuple[int, int]] = []  # a heap of tickets and worker: no worker has fewer, some may have more
+        self._entries: dict[int, int] = {}  # the entry of each worker that counts; others are left over
 
     # -------------------------------------------------------------------------------------------------- workers
 
@@ -53,10 +54,6 @@ class Roster:
         """Whether the worker takes tickets, perhaps after a moment."""
         return worker in self.active and worker not in self.leaving
 
-    def is_held(self, worker: int) -> bool:
-        """Whether the worker gets nothing for a moment."""
-        return worker in self._held
-
     def join(self, worker: int) -> None:
         """Have a worker take tickets: a new one, or one that was leaving."""
         if worker in self.leaving:
@@ -65,10 +62,10 @@ class Roster:
             self.active.add(worker)
             self.in_flight[worker] = {}
             self._newcomers.append(worker)
+        self.changed.add(worker)
         place = bisect_left(self._takers, worker)
         self._takers.insert(place, worker)
         self._turn += place < self._turn
-        self._admit(worker)
 
     def leave(self, worker: int) -> None:
         """Have a worker take no more tickets, and finish those that it has."""
@@ -79,8 +76,13 @@ class Roster:
         """Let go of a worker. The caller takes the tickets that it has in hand."""
         if self.takes(worker):
             self._strike(worker)
-        for workers in (self.active, self.leaving, self._held):
+        for workers in (self.active, self.leaving, self.held):
             workers.discard(worker)
+
+    def release(self, worker: int) -> None:
+        """The worker can be given tickets again, if it was held."""
+        self.held.discard(worker)
+        self.changed.add(worker)
 
     def _strike(self, worker: int) -> None:
         place = bisect_left(self._takers, worker)
@@ -88,64 +90,33 @@ class Roster:
         self._turn -= place < self._turn
         if self._turn >= len(self._takers):
             self._turn = 0
-        self._pass_over(worker)
-
-    def hold(self, worker: int) -> None:
-        """Have nothing given to the worker until `release`."""
-        self._held.add(worker)
-        self._pass_over(worker)
-
-    def release(self, worker: int) -> None:
-        """The worker can be given tickets again."""
-        self._held.discard(worker)
-        self._admit(worker)
-
-    def _admit(self, worker: int) -> None:
-        """Let the worker be given tickets, if it takes some and is not held."""
-        if self.takes(worker) and worker not in self._held | self._open:
-            self._open.add(worker)
-            insort(self._loads, len(self.in_flight[worker]) * _LOAD + worker)
-
-    def _pass_over(self, worker: int) -> None:
-        """Give the worker nothing for the moment, or no more."""
-        if worker in self._open:
-            self._open.discard(worker)
-            del self._loads[bisect_left(self._loads, len(self.in_flight[worker]) * _LOAD + worker)]
-
-    # -------------------------------------------------------------------------------------------------- tickets
-
-    def give(self, worker: int, ticket: Ticket) -> None:
-        """Note that the worker has the ticket."""
-        ticket.worker = worker
-        tickets = self.in_flight[worker]
-        tickets[ticket.batch] = ticket
-        if worker in self._open:
-            self._count(worker, len(tickets) - 1, len(tickets))
-
-    def take_back(self, worker: int, batch: int) -> Ticket | None:
-        """Return a ticket that the worker has no more; None if it never had it."""
-        tickets = self.in_flight[worker]
-        if (ticket := tickets.pop(batch, None)) is not None and worker in self._open:
-            self._count(worker, len(tickets) + 1, len(tickets))
-        return ticket
-
-    def take_all(self, worker: int) -> list[Ticket]:
-        """Return all that the worker had, in the order in which it got it."""
-        tickets, self.in_flight[worker] = self.in_flight[worker], {}
-        if worker in self._open:
-            self._count(worker, len(tickets), 0)
-        return list(tickets.values())
-
-    def _count(self, worker: int, before: int, now: int) -> None:
-        """Note that a worker has so many tickets now."""
-        del self._loads[bisect_left(self._loads, before * _LOAD + worker)]
-        insort(self._loads, now * _LOAD + worker)
 
     # -------------------------------------------------------------------------------------------------- choices
 
     def least(self) -> tuple[int, int] | None:
-        """Return who has the fewest tickets of those that can be given some, and how many: the lowest of the ids."""
-        return (self._loads[0] % _LOAD, self._loads[0] // _LOAD) if self._loads else None
+        """Return how many tickets the worker has that has the fewest of those that can be given some, and its id."""
+        loads, entries = self._loads, self._entries
+        for worker in self.changed:
+            if self._is_open(worker) and (count := len(self.in_flight[worker])) < entries.get(worker, count + 1):
+                entries[worker] = count
+                heappush(loads, (count, worker))
+        self.changed.clear()
+        while loads:
+            noted, worker = loads[0]
+            if entries.get(worker) == noted and self._is_open(worker):
+                if (count := len(self.in_flight[worker])) == noted:
+                    return loads[0]
+                entries[worker] = count
+                heapreplace(loads, (count, worker))
+            else:
+                if entries.get(worker) == noted:
+                    del entries[worker]
+                heappop(loads)
+        return None
+
+    def _is_open(self, worker: int) -> bool:
+        """Whether the worker can be given tickets now."""
+        return worker in self.active and worker not in self.leaving and worker not in self.held
 
     def take_turn(self, share: int) -> int | None:
         """Return whose turn it is: a newcomer's until it has its share of tickets, otherwise one after the other's.
@@ -154,18 +125,18 @@ class Roster:
         """
         while self._newcomers:
             newcomer = self._newcomers[0]
-            if newcomer in self._open and len(self.in_flight[newcomer]) < share:
+            if self._is_open(newcomer) and len(self.in_flight[newcomer]) < share:
                 return newcomer
             self._newcomers.popleft()
-        if not self._takers or (worker := self._takers[self._turn]) in self._held:
+        takers = self._takers
+        if not takers or (worker := takers[self._turn]) in self.held:
             return None
-        self._turn = (self._turn + 1) % len(self._takers)
+        self._turn = (self._turn + 1) % len(takers)
         return worker
 
     def validate(self) -> None:
         """Check what must hold between any two events."""
-        takers = {worker for worker in self.active if self.takes(worker)}
-        assert self._takers == sorted(takers)
-        assert self.leaving | self._held <= self.active
-        assert self._open == takers - self._held
-        assert self._loads == sorted(len(self.in_flight[worker]) * _LOAD + worker for worker in self._open)
+        assert self._takers == sorted(self.active - self.leaving)
+        assert self.leaving | self.held <= self.active
+        for worker in filter(self._is_open, self.active - self.changed):
+            assert self._entries[worker] <= len(self.in_flight[worker])

@@ -1,6 +1,6 @@
 """A run over the data (an epoch): what is planned, in work, ready and taken of it.
 
-    consumers ── read ──> plan ──> inbox ──> loop thread: session, scheduler ──> workers
+    consumers ── read ──> plan ──> inbox ──> loop thread: engine, scheduler ──> workers
               <── take ── hand-off <────────────── answered, follow
 
 Consumers and the loop thread share it, and each side has methods of its own.
@@ -322,11 +322,12 @@ class Run:
         """Return where another worker would begin; None where workers have no place in the data."""
         return self.tracks[worker].start if self.tracks else None
 
-    def given(self, worker: int, ticket: Ticket) -> None:
-        """Note that a worker gets a ticket."""
+    def given(self, worker: int, ticket: Ticket) -> tuple[int, Any]:
+        """Note that a worker is sent a ticket; return what it is to know of that."""
         self.faults.retries += ticket.tries > 0
-        if isinstance(track := self.tracks.get(worker), Track):
+        if self.tracks and isinstance(track := self.tracks.get(worker), Track):
             track.given(ticket.batch)
+        return ticket.batch, self.progress.placed(ticket.batch, ticket.keys)
 
     def answered(self, item: Item, ticket: Ticket) -> Item:
         """Note that a worker has answered a ticket, which decides where a replacement would begin."""
@@ -350,22 +351,29 @@ class Run:
         self.handoff.ready.appendleft(failed(error, counts=False))
         self.handoff.wake()
 
-    def contents(self, ticket: Ticket) -> Any:
-        """Return what a worker is to know of a ticket."""
-        return self.progress.placed(ticket.batch, ticket.keys)
+    def hand_over(self) -> None:
+        """Hand over to consumers what the scheduler has put in order.
 
-    def follow(self, *, may_be_over: bool = True) -> None:
-        """Wake consumers if the scheduler lets them read further, or has delivered everything.
-
-        Args:
-            may_be_over: All that was delivered is handed over.
+        A consumer that is about to wait leaves its waiter first, and then looks once more. So it finds what is appended
+        here, or is found among those that wait.
         """
+        delivered, handoff, now = self.scheduler.delivered, self.handoff, perf_counter()
+        for item in delivered:
+            if item.times is not None:
+                item.times.ready_at = now
+        handoff.ready.extend(delivered)
+        for _ in range(min(len(delivered), handoff.waiting)):
+            handoff.wake()
+        delivered.clear()
+
+    def follow(self) -> None:
+        """Wake consumers if the scheduler lets them read further, or has delivered everything."""
         scheduler, before = self.scheduler, self._followed
         now = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
-        self._followed = now
         if now != before:
+            self._followed = now
             self.meter.resized(scheduler.num_workers, scheduler.window)
             self.handoff.wake()
-        if may_be_over and scheduler.is_finished and not self.ended and self.error is None:
+        if scheduler.is_finished and not self.ended and self.error is None:
             self.ended = True
             self.handoff.wake_all()

@@ -1,9 +1,10 @@
 """Decide which worker does which batch, and which batch is handed over next. No loop, no clock, no process.
 
-    planned(keys)  ────>  ┌────────────────────────────────────────────┐ ──> Send(worker, ticket)
-    returned, ready ───>  │ unsent -> in flight -> parked -> delivered │ ──> Deliver(item)
-    exhausted, vacated ─> │                                            │ ──> Replace(worker), Dismiss(worker), Fail
-    joined, leaving, lost └────────────────────────────────────────────┘ ──> window, read_until, is_finished
+    planned(keys)  ────>  ┌────────────────────────────────────────────┐ ──> outbox: tickets by worker
+    returned, ready ───>  │ unsent -> in flight -> parked -> delivered │ ──> delivered: items in order
+    exhausted, vacated ─> │                                            │ ──> ("replace", worker), Fail
+    joined, leaving, lost │                                            │ ──> window, read_until, is_finished
+    assign ────────────>  └────────────────────────────────────────────┘ ──> ("dismiss", worker)
 
 A batch is in exactly one of four places: *unsent* (read from the sampler, no worker has it), *in flight* (a worker
 has its ticket), *parked* (its outcome is here, but an earlier batch is missing), or gone: *delivered* or *void* (an
@@ -13,7 +14,8 @@ Workers come and go, for map-style datasets: `joined` takes one in, `leaving` le
 `lost` has others do the tickets of a worker that is gone through no fault of its batches. A batch costs the same here
 with two workers and with thousands (:mod:`asyncloader.engine.roster`).
 
-The session reports events by method calls, and carries out the lists of actions that are returned. Only the scheduler
+The engine reports events by method calls, as many as have come at a time, and then has tickets given out by one
+`assign`. It empties `outbox` and `delivered`, and carries out the actions that are returned. Only the scheduler
 knows order, window and retries. All calls come from one loop thread; in the tests Hypothesis makes them.
 """
 
@@ -24,18 +26,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
-from asyncloader.engine.actions import (
-    VOID,
-    Action,
-    Cause,
-    Deliver,
-    Dismiss,
-    Fail,
-    Replace,
-    Send,
-    Ticket,
-    Vacate,
-)
+from asyncloader.engine.actions import VOID, Action, Cause, Fail, Ticket, Vacate
 from asyncloader.engine.roster import Roster
 from asyncloader.engine.run_ahead import RunAhead
 from asyncloader.options import Options
@@ -58,7 +49,8 @@ class Scheduler:
         num_workers: How many workers take tickets, or have come to the end of their data.
         window: Batches in flight or waiting at a time, beyond which only run-ahead reads.
         read_until: A consumer that waits may read the sampler on, until it has read so many batches in all.
-        is_finished: Everything that was planned has been delivered, and nothing more will be planned.
+        delivered: Batches whose turn has come, or errors in their places, for the consumer.
+        outbox: By worker, tickets that it has been given, and was not sent yet.
         roster: The workers, with `in_flight`, their tickets, and `active`, those that take tickets or still have some.
         resting: Workers without a process for a moment.
         planned_count: Batches that were read, those before the run included.
@@ -84,13 +76,15 @@ class Scheduler:
         self.roster = Roster(num_workers, first if next_worker is None else next_worker)
         self.in_flight, self.active = self.roster.in_flight, self.roster.active
         self.resting: set[int] = set()
+        self.delivered: list[Any] = []
+        self.outbox: dict[int, list[Ticket]] = {}
+        self._idle: set[int] = set()  # workers that have returned their last ticket since the last look
         self._unsent: list[tuple[int, Ticket]] = []  # a heap by batch
         self._parked: dict[int, Any] = {}
         self.planned_count = first
         self.gone_count = self._first = first
         self.void_count = 0
         self._plan_ended = False
-        self.is_finished = False
         self._parked_bytes = 0
         self._run_ahead = RunAhead(options, is_allowed=runs_ahead)
         self.window = self._count_window() or self._prefetch
@@ -105,24 +99,21 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- events
 
-    def planned(self, batches: Iterable[Any]) -> list[Action]:
+    def planned(self, batches: Iterable[Any]) -> None:
         """The consumer read these batches of keys from the sampler; for VOID nothing is to be done."""
-        actions: list[Action] = []
         for keys in batches:
             batch = self.planned_count
             self.planned_count += 1
             if keys is VOID:
-                actions += self.ready(batch, VOID)
+                self.ready(batch, VOID)
             else:
                 heapq.heappush(self._unsent, (batch, Ticket(batch, keys)))
-        return actions + self._assign()
 
     def plan_ended(self) -> None:
         """The sampler has no more batches."""
         self._plan_ended = True
-        self._maybe_finish()
 
-    def returned(self, worker: int, batch: int, busy_s: float = 0.0, wait_s: float = 0.0) -> list[Action]:
+    def returned(self, worker: int, batch: int, busy_s: float = 0.0, wait_s: float = 0.0) -> Ticket:
         """The worker is done with this ticket; the outcome of its batch follows in `ready`.
 
         Args:
@@ -131,16 +122,18 @@ class Scheduler:
             busy_s: Seconds of work that it took.
             wait_s: Seconds that the worker had waited for it.
         """
-        roster = self.roster
-        if (ticket := roster.take_back(worker, batch)) is None:
+        tickets = self.in_flight[worker]
+        if (ticket := tickets.pop(batch, None)) is None:
             raise AssertionError(f"worker {worker} returned {batch}, which it did not have: {self!r}")
+        if not tickets:
+            self._idle.add(worker)
+        self.roster.changed.add(worker)
         if ticket.is_suspect:
-            roster.release(worker)
+            self.roster.release(worker)
         self._run_ahead.returned(busy_s, wait_s, ticket.is_prompt)
-        actions = self._maybe_dismiss(worker) if worker in roster.leaving else []
-        return actions + self._assign(idle=worker) if self._unsent else actions
+        return ticket
 
-    def ready(self, batch: int, item: Any, nbytes: int = 0) -> list[Action]:
+    def ready(self, batch: int, item: Any, nbytes: int = 0) -> None:
         """The outcome of a batch, whose ticket was returned, can be handed over.
 
         Args:
@@ -148,45 +141,41 @@ class Scheduler:
             item: The batch, or the error in its place; VOID for neither.
             nbytes: How large it is; 0 for what is no batch, less than 0 if nobody knows: then none is run ahead of.
         """
-        nbytes = self._run_ahead.sized(nbytes)
-        if not self._in_order:
-            return self._hand_over(item, [])
-        if batch != self.gone_count:
-            self._parked[batch] = (item, nbytes)
-            self._parked_bytes += nbytes
-            self._maybe_run_ahead()
-            return []
-        actions = self._hand_over(item, [])
-        while (parked := self._parked.pop(self.gone_count, None)) is not None:
-            self._parked_bytes -= parked[1]
-            self._hand_over(parked[0], actions)
-        return actions
+        weight, parked = self._run_ahead.sized(nbytes), self._parked
+        if self._in_order:
+            if batch != self.gone_count:
+                parked[batch] = (item, weight)
+                self._parked_bytes += weight
+                return
+            self._hand_over(item)
+            while parked and (following := parked.pop(self.gone_count, None)) is not None:
+                self._parked_bytes -= following[1]
+                self._hand_over(following[0])
+        else:
+            self._hand_over(item)
 
-    def exhausted(self, worker: int) -> list[Action]:
+    def exhausted(self, worker: int) -> None:
         """The worker's iterable dataset has ended: what the worker still has is void."""
         self.resting.discard(worker)
         self.roster.retire(worker)
-        actions: list[Action] = []
         for ticket in self._take_all(worker):
-            actions += self.ready(ticket.batch, VOID)
-        return actions + self._assign()
+            self.ready(ticket.batch, VOID)
 
-    def vacated(self, gone: Vacate, unsent: Iterable[int] = ()) -> list[Action]:
+    def vacated(self, gone: Vacate) -> list[Action]:
         """A worker has no process any more. Its tickets are tried again, given up or left out, as the options say.
 
         Where no other process takes its place, the worker held the state of an iterable dataset: it takes no more
         tickets, and one error names those that it had. Where another one comes later, the worker is in `resting` until
-        `rested`.
+        `rested`. What was not sent to the worker is not blamed.
 
         Args:
             gone: The worker, and how it ended.
-            unsent: Numbers of batches that were not sent to the worker.
         """
         worker, was_ready = gone.worker, gone.was_ready
         if worker not in self.active:
             return []
         policy = self._options.on_timeout if gone.hung else self._options.on_crash
-        self._vacate(gone, unsent)
+        self._vacate(gone)
         if policy == "raise" or not gone.replaceable:
             return self._give_up(gone)
         if self._overlaps and was_ready and not gone.hung and len(tickets := self.in_flight[worker]) > 1:
@@ -195,36 +184,30 @@ class Scheduler:
                 ticket.is_suspect = True
         return self._replace(gone, policy, blames_first=was_ready)
 
-    def rested(self, worker: int) -> list[Action]:
+    def rested(self, worker: int) -> None:
         """The worker has a process again."""
         self.resting.discard(worker)
         self.roster.release(worker)
-        return self._assign()
 
-    def joined(self, worker: int) -> list[Action]:
+    def joined(self, worker: int) -> None:
         """A worker has come, or one that was leaving stays after all: from now on it takes tickets."""
         if self.roster.takes(worker):
             raise AssertionError(f"worker {worker} has joined twice: {self!r}")
         self.roster.join(worker)
         self._resize(1)
-        return self._assign()
 
-    def leaving(self, worker: int) -> list[Action]:
+    def leaving(self, worker: int) -> None:
         """The worker is to go: it finishes what it has in hand, gets nothing more, and is dismissed after that."""
-        if not self.roster.takes(worker):
-            return []
-        self.roster.leave(worker)
-        self._resize(-1)
-        return [*self._maybe_dismiss(worker), *self._assign()]
-
-    def lost(self, worker: int) -> list[Action]:
-        """The worker went, through no fault of its tickets: others do these. No ticket is blamed, no retry counted."""
-        if worker not in self.active:
-            return []
         if self.roster.takes(worker):
+            self.roster.leave(worker)
             self._resize(-1)
-        self._queue(self._forget(worker))
-        return self._assign()
+
+    def lost(self, worker: int) -> None:
+        """The worker went, through no fault of its tickets: others do these. No ticket is blamed, no retry counted."""
+        if worker in self.active:
+            if self.roster.takes(worker):
+                self._resize(-1)
+            self._queue(self._forget(worker))
 
     def stopped(self) -> list[Ticket]:
         """No worker can be had any more: give up everything that has no outcome yet."""
@@ -234,6 +217,11 @@ class Scheduler:
         return sorted(lost, key=_batch)
 
     # ------------------------------------------------------------------------------------------------ answers
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether everything that was planned has been delivered, and nothing more will be planned."""
+        return self._plan_ended and self.gone_count == self.planned_count
 
     def awaited(self) -> Ticket | None:
         """Return the ticket that the consumer waits for: the first in order that a worker has.
@@ -259,47 +247,58 @@ class Scheduler:
             assert self.gone_count not in self._parked, f"a batch is parked that could go: {self!r}"
         assert self._parked_bytes == sum(nbytes for _, nbytes in self._parked.values())
         assert self.gone_count + len(self._parked) + len(batches) <= self.planned_count
+        waiting = {(worker, ticket.batch) for worker, tickets in self.outbox.items() for ticket in tickets}
+        assert all(batch in self.in_flight[worker] for worker, batch in waiting), f"sent to nobody: {self!r}"
         alone = {worker for worker, tickets in self.in_flight.items() if any(t.is_suspect for t in tickets.values())}
         assert all(len(self.in_flight[worker]) == 1 for worker in alone), f"a suspect is not alone: {self!r}"
-        assert self.resting | alone == {worker for worker in self.active if self.roster.is_held(worker)}
+        assert self.resting | alone == self.roster.held
         self.roster.validate()
 
     # ---------------------------------------------------------------------------------------------- decisions
 
-    def _assign(self, idle: int | None = None) -> list[Action]:
-        """Give unsent tickets to workers, in order, as far as one takes them; ``idle`` has just finished something."""
+    def assign(self) -> list[Action]:
+        """Give unsent tickets to workers, in order, as far as one takes them; dismiss those that leave and are done."""
+        roster, unsent = self.roster, self._unsent
         actions: list[Action] = []
+        for worker in [worker for worker in roster.leaving if not self.in_flight[worker]]:
+            self._forget(worker)
+            actions.append(("dismiss", worker))
         if not self.active and self.num_workers:  # every worker has come to the end of its data, or is lost for good
             self._plan_ended = True
-            unsent, self._unsent = self._unsent, []
+            self._unsent = []
             for batch, _ in sorted(unsent):
-                actions += self.ready(batch, VOID)
-            self._maybe_finish()
+                self.ready(batch, VOID)
             return actions
         passed_over: list[tuple[int, Ticket]] = []
-        while self._unsent:
-            ticket = self._unsent[0][1]
-            chosen = self._choose(ticket)
-            if chosen is None:
-                if not (self._static and ticket.is_suspect):
-                    break
-                passed_over.append(heapq.heappop(self._unsent))  # it waits for its own worker, and holds up no other
-                continue
-            heapq.heappop(self._unsent)
-            ticket.is_prompt = chosen == idle and not self.in_flight[chosen]
-            self.roster.give(chosen, ticket)
-            if ticket.is_suspect:
-                self.roster.hold(chosen)
-            actions.append(Send(chosen, ticket))
+        while unsent:
+            ticket = unsent[0][1]
+            if (chosen := self._choose(ticket)) is not None:
+                heapq.heappop(unsent)
+                self._give(chosen, ticket)
+            elif self._static and ticket.is_suspect:
+                passed_over.append(heapq.heappop(unsent))  # it waits for its own worker, and holds up no other
+            else:
+                break
         for entry in passed_over:
-            heapq.heappush(self._unsent, entry)
-        self._maybe_run_ahead()
+            heapq.heappush(unsent, entry)
+        self._idle.clear()
+        if self.planned_count >= self.read_until and not unsent:
+            self._maybe_run_ahead()
         return actions
+
+    def _give(self, worker: int, ticket: Ticket) -> None:
+        tickets = self.in_flight[worker]
+        ticket.is_prompt = worker in self._idle and not tickets
+        ticket.worker = worker
+        tickets[ticket.batch] = ticket
+        if ticket.is_suspect:
+            self.roster.held.add(worker)
+        self.outbox.setdefault(worker, []).append(ticket)
 
     def _choose(self, ticket: Ticket) -> int | None:
         roster = self.roster
         if self._static and ticket.worker >= 0 and roster.takes(worker := ticket.worker):  # sent again after a crash
-            return None if roster.is_held(worker) or (ticket.is_suspect and self.in_flight[worker]) else worker
+            return None if worker in roster.held or (ticket.is_suspect and self.in_flight[worker]) else worker
         if self._static and self._in_order and not ticket.is_suspect:
             return roster.take_turn(self._prefetch)
         if (least := roster.least()) is None:
@@ -308,7 +307,7 @@ class Scheduler:
             most = 1
         else:
             most = self.window // roster.num_takers if self._static else self._run_ahead.queue_depth
-        return least[0] if least[1] < most else None
+        return least[1] if least[0] < most else None
 
     def _maybe_run_ahead(self) -> None:
         """Ask for more tickets if a worker would stand idle because the awaited batch is slow.
@@ -319,11 +318,9 @@ class Scheduler:
         be slow to start.
         """
         run_ahead = self._run_ahead
-        if self.gone_count == self._first:
+        if self.gone_count == self._first or self._plan_ended or not run_ahead.is_possible:
             return
-        if self.planned_count < self.read_until or self._unsent or self._plan_ended or not run_ahead.is_possible:
-            return
-        if (least := self.roster.least()) is None or least[1] >= run_ahead.low:
+        if (least := self.roster.least()) is None or least[0] >= run_ahead.low:
             return
         ahead = self.planned_count - self.gone_count
         rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
@@ -339,41 +336,40 @@ class Scheduler:
         """Return how many batches there may be: tickets for all workers, and not too few where each has several."""
         return self._run_ahead.window(self.num_workers, self._prefetch, self._window_asked)
 
-    def _vacate(self, gone: Vacate, unsent: Iterable[int]) -> None:
+    def _vacate(self, gone: Vacate) -> None:
         """Note that the worker has no process, and take back tickets that were not sent to it."""
         worker, roster = gone.worker, self.roster
         roster.release(worker)
-        self._queue(ticket for batch in unsent if (ticket := roster.take_back(worker, batch)) is not None)
+        self._queue(self.in_flight[worker].pop(ticket.batch) for ticket in self.outbox.pop(worker, ()))
         if gone.rest_s and roster.takes(worker):  # nobody takes the place of one that was to leave
             self.resting.add(worker)
-            roster.hold(worker)
+            roster.held.add(worker)
+
+    def _recall(self, worker: int) -> list[Ticket]:
+        """Take all that the worker has, in the order in which it got it."""
+        self.outbox.pop(worker, None)
+        self.roster.changed.add(worker)
+        tickets, self.in_flight[worker] = self.in_flight[worker], {}
+        return list(tickets.values())
 
     def _forget(self, worker: int) -> list[Ticket]:
         """Let go of the worker; return what it had."""
         self.resting.discard(worker)
         self.roster.retire(worker)
-        return list(self.in_flight.pop(worker).values())
-
-    def _maybe_dismiss(self, worker: int) -> list[Action]:
-        """Let a worker that is leaving go, if it has nothing in hand."""
-        return [] if self.in_flight[worker] else self._dismiss(worker)
-
-    def _dismiss(self, worker: int) -> list[Action]:
-        self._queue(self._forget(worker))
-        return [Dismiss(worker)]
+        tickets = self._recall(worker)
+        del self.in_flight[worker]
+        return tickets
 
     def _successor(self, worker: int) -> list[Action]:
         """Have the worker's place filled, unless that is to wait, or it is wanted no more."""
-        if worker in self.roster.leaving:
-            return self._dismiss(worker)
-        return [] if worker in self.resting else [Replace(worker)]
+        return [] if worker in self.resting or worker in self.roster.leaving else [("replace", worker)]
 
     def _take_all(self, worker: int) -> list[Ticket]:
         """Take what the worker has, and what it was to be given again."""
         tickets, self._unsent = [ticket for _, ticket in self._unsent], []
         self._queue([ticket for ticket in tickets if not (self._static and ticket.worker == worker)])
         again = [ticket for ticket in tickets if self._static and ticket.worker == worker]
-        return self.roster.take_all(worker) + again
+        return self._recall(worker) + again
 
     def _queue(self, tickets: Iterable[Ticket]) -> None:
         """Have tickets sent before all that is behind them."""
@@ -382,7 +378,7 @@ class Scheduler:
 
     def _replace(self, gone: Vacate, policy: str, *, blames_first: bool) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
-        tickets = self.roster.take_all(gone.worker)
+        tickets = self._recall(gone.worker)
         if self._overlaps:
             tickets.sort(key=_batch)
         actions = self._successor(gone.worker)
@@ -391,7 +387,7 @@ class Scheduler:
             # suspects; after a hang the first is the awaited one, or holds up the successor that has it.
             actions += self._blame(tickets.pop(0), policy, gone.cause)
         self._queue(tickets)
-        return actions + self._assign()
+        return actions
 
     def _blame(self, ticket: Ticket, policy: str, cause: Cause) -> list[Action]:
         ticket.tries += 1
@@ -402,24 +398,19 @@ class Scheduler:
 
     def _give_up(self, gone: Vacate) -> list[Action]:
         worker, replaceable = gone.worker, gone.replaceable
-        tickets = self.roster.take_all(worker) if replaceable else self._take_all(worker)
+        tickets = self._recall(worker) if replaceable else self._take_all(worker)
         actions = self._successor(worker) if replaceable else []
         if not replaceable:
             self.roster.retire(worker)
         if tickets or not (replaceable or self.is_finished):
             actions.append(Fail(tickets, gone.cause, at_once=True))
         for ticket in tickets:
-            actions += self.ready(ticket.batch, VOID)
-        return actions + self._assign()
+            self.ready(ticket.batch, VOID)
+        return actions
 
-    def _hand_over(self, item: Any, actions: list[Action]) -> list[Action]:
+    def _hand_over(self, item: Any) -> None:
         self.gone_count += 1
         if item is VOID:
             self.void_count += 1  # which frees a place in the window
         else:
-            actions.append(Deliver(item))
-        self._maybe_finish()
-        return actions
-
-    def _maybe_finish(self) -> None:
-        self.is_finished |= self._plan_ended and self.gone_count == self.planned_count
+            self.delivered.append(item)

@@ -57,7 +57,7 @@ class Workers:
         cpu_s: CPU seconds of all of them.
         stalled_s: Seconds that they were ready to run while others had the cores.
         changes: How many workers there were from a moment on, by the seconds since ``iter()``: some came or went.
-        renewals: Workers whose place another process has taken, by ``max_tasks_per_child`` or ``max_worker_memory``.
+        renewals: Workers whose place another process has taken, by ``max_worker_memory``.
     """
 
     each: tuple[WorkerStats, ...] = ()

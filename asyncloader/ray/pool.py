@@ -293,9 +293,6 @@ class RayPool(BasePool[RayWorker]):
         self.dismiss(worker, END_GRACE_S)
         self._start_one(worker, self._epoch_of_newcomer(num_workers))
 
-    def prepare(self, worker: int, num_workers: int) -> None:
-        """Start nothing beforehand: the room of the worker may be all that there is."""
-
     def discard(self, worker: int) -> None:
         """Kill this worker, whose end then is nobody's concern: another will take its place."""
         self.processes[worker].kill()

@@ -183,7 +183,7 @@ class InlineRun:
             self._thread = threads.start(partial(self._serve, Modes.of_this_thread()), "asyncloader fetch")
 
     def stop_with(self, iterator: object) -> None:
-        """End the thread when this is dropped. See :meth:`asyncloader.engine.session.Session.close_with`."""
+        """End the thread when this is dropped. See :meth:`asyncloader.engine.engine.Engine.close_with`."""
         self._iterator = weakref.ref(iterator, self._kicks.put)
 
     def stop(self) -> None:

@@ -268,7 +268,6 @@ def _of_one_batch(found: Found, number: int) -> LoaderState:
         scheduling="static",
         max_errors=None,
         max_workers=None,
-        max_tasks_per_child=None,
         max_worker_memory=None,
         trace=None,
     )

@@ -1,7 +1,7 @@
 """Batches that workers make: ``for`` and ``async for`` over one run.
 
     _BaseDataLoaderIter (torch's: sampler, base seed, flags)
-    ├── WorkerIterator    over a session: with workers, or samples that overlap on a loop without any
+    ├── WorkerIterator    over an engine: with workers, or samples that overlap on a loop without any
     └── InlineIterator    otherwise without workers, in asyncloader.run.inline_iterator
 
 Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncloader.engine.run`.
@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader
 from asyncloader.backends.backend import END_GRACE_S
 from asyncloader.backends.processes.pool import WorkerHandle
 from asyncloader.backends.processes.process import WorkerProcess
+from asyncloader.engine.engine import Engine, State
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.run import Run
-from asyncloader.engine.session import Session, State
 from asyncloader.engine.taking import Item
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.messages.messages import EpochSpec
@@ -93,26 +93,26 @@ class WorkerIterator(BaseIterator[T_co]):
         start = self._begin(iterate, state, prepare=partial(self._construct, loader))
         self._run_numbers = count(1)
         run = self._make_run(self._epoch_of(start), start.plan, start.checkpointer.progress)
-        self._session = self._make_session(run)
-        self._session.close_with(self)
-        run.read_first(self._session.waker())
+        self._engine = self._make_engine(run)
+        self._engine.close_with(self)
+        run.read_first(self._engine.waker())
         self._take_from(run)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = None
-        if wait and self._session.pool.has_processes:
+        if wait and self._engine.pool.has_processes:
             self._start_from_here()
-        elif self._session.pool.takes_long:
-            self._started = self._session.start_apart()
+        elif self._engine.pool.takes_long:
+            self._started = self._engine.start_apart()
         else:
-            self._started = self._session.portal.call(self._session.start)
+            self._started = self._engine.portal.call(self._engine.start)
             if wait:
                 self._wait_started(self._started)
 
     def _start_from_here(self) -> None:
         try:
-            self._session.start_from_here()
+            self._engine.start_from_here()
         except LoaderClosedError:
-            self._session.portal.stop_daemon()
+            self._engine.portal.stop_daemon()
             raise
 
     def _construct(self, loader: DataLoader[T_co]) -> None:
@@ -132,13 +132,13 @@ class WorkerIterator(BaseIterator[T_co]):
         self._run.leave()
         first = self._options
         if first.is_auto:
-            first = replace(first, num_workers=AutoWorkers(len(self._session.supervisor.workforce.wanted)))
+            first = replace(first, num_workers=AutoWorkers(len(self._engine.workforce.wanted)))
         if first is not self._options or options is not self.asked:
             self._options, self.asked = options.with_workers_of(first), options
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
         run = self._make_run(self._epoch_of(start), start.plan, start.checkpointer.progress)
-        self._session.push(run)
-        run.read_first(self._session.waker())
+        self._engine.push(run)
+        run.read_first(self._engine.waker())
         self._take_from(run)
 
     def _take_from(self, run: Run) -> None:
@@ -153,13 +153,13 @@ class WorkerIterator(BaseIterator[T_co]):
         self.leave()
         self._seeding.end()
         if (options := self._options).is_auto:
-            number = state.num_workers or len(self._session.supervisor.workforce.wanted)
+            number = state.num_workers or len(self._engine.workforce.wanted)
             self._options = replace(options, num_workers=AutoWorkers(min(number, options.most_waiting)))
             loader._note_num_workers(self._options.num_workers)
         try:
             self._start(loader, state, wait=False)
         except BaseException:  # nobody may wait for workers that were not started
-            self._session.request_close()
+            self._engine.request_close()
             raise
 
     def _epoch_of(self, start: RunStart) -> EpochSpec:
@@ -171,9 +171,9 @@ class WorkerIterator(BaseIterator[T_co]):
 
     # ------------------------------------------------------------------------------------------------- workers
 
-    def _make_session(self, run: Run) -> Session:
+    def _make_engine(self, run: Run) -> Engine:
         spec, tell = self._worker_spec(), while_alive(self.note_number, None)
-        return workplace.make_session(self._options, self._runs, spec, run, self._home, self._make_finisher, tell)
+        return workplace.make_engine(self._options, self._runs, spec, run, self._home, self._make_finisher, tell)
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
         return None if self._pinned_for is None else Finisher(loop, self._pinned_for)
@@ -188,16 +188,16 @@ class WorkerIterator(BaseIterator[T_co]):
     @property
     def is_usable(self) -> bool:
         """Whether it can begin another run."""
-        session = self._session
-        is_there = session.pid == os.getpid() and session.state in (State.NEW, State.OPEN)
-        return is_there and session.error is None and not session.supervisor.recovery.has_lost_for_good
+        engine = self._engine
+        is_there = engine.pid == os.getpid() and engine.state in (State.NEW, State.OPEN)
+        return is_there and engine.error is None and not engine.recovery.has_lost_for_good
 
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: see :meth:`asyncloader.DataLoader.set_num_workers`."""
         if self.is_usable:
             self._options = replace(self._options, num_workers=num_workers)
             self._num_workers = num_workers
-            resize = partial(self._session.post, self._session.supervisor.resize, num_workers)
+            resize = partial(self._engine.post, self._engine.resize, num_workers)
             if self._started is None:
                 resize()
             else:  # the workers of the beginning are being launched, in another thread
@@ -207,7 +207,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _next(self, call: Call) -> Item:
         run = self._run
-        if run.handoff.ready and self._session.pid == os.getpid() and (item := run.take(call)) is not None:
+        if run.handoff.ready and self._engine.pid == os.getpid() and (item := run.take(call)) is not None:
             try:
                 return item
             finally:
@@ -216,7 +216,7 @@ class WorkerIterator(BaseIterator[T_co]):
         refuse_to_block_the_loop()
         home_loop.refuse_to_block(self._home)
         if (started := self._started) is not None:  # another thread may find out first that they are
-            check_owner(self._session.pid)
+            check_owner(self._engine.pid)
             self._wait_started(started)
             del started
         self._check_usable()
@@ -224,7 +224,7 @@ class WorkerIterator(BaseIterator[T_co]):
         while (item := self._take_or_ask(call, asked_at, has_waited=True)) is None:
             run = self._run  # another one, if the iterator has begun it meanwhile
             if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
-                self._raise_unless_news(self._wait_report(self._session.report_overdue(self._options.timeout)))
+                self._raise_unless_news(self._wait_report(self._engine.report_overdue(self._options.timeout)))
                 deadline = self._deadline()
         try:
             return item
@@ -239,7 +239,7 @@ class WorkerIterator(BaseIterator[T_co]):
         try:
             started.result()
         except LoaderClosedError:
-            self._session.portal.stop_daemon()
+            self._engine.portal.stop_daemon()
             raise
         finally:
             if started.done():
@@ -248,12 +248,12 @@ class WorkerIterator(BaseIterator[T_co]):
 
     async def _until_started(self) -> None:
         """Wait until workers are started, as `_wait_started` does."""
-        check_owner(self._session.pid)
+        check_owner(self._engine.pid)
         if (started := self._started) is not None:
             try:
                 await asyncio.shield(asyncio.wrap_future(started))
             except LoaderClosedError:
-                self._session.portal.stop_daemon()
+                self._engine.portal.stop_daemon()
                 raise
             finally:
                 if started.done():
@@ -273,39 +273,39 @@ class WorkerIterator(BaseIterator[T_co]):
         finally:
             if run.all_taken:
                 if not self._persistent_workers:
-                    self._session.request_close()  # the workers may go
+                    self._engine.request_close()  # the workers may go
                 self._seeding.end_one(run.epoch.key)  # samples of a batch that was given up may still be in work
         return None
 
     def _check_usable(self) -> None:
-        session = self._session
-        check_owner(session.pid)
+        engine = self._engine
+        check_owner(engine.pid)
         run = self._run
-        is_closing = self.is_closed or session.state in (State.CLOSING, State.CLOSED)
+        is_closing = self.is_closed or engine.state in (State.CLOSING, State.CLOSED)
         if is_closing and not run.all_taken and run.error is None:
-            session.portal.stop_daemon()
+            engine.portal.stop_daemon()
             _refuse()
 
     # ------------------------------------------------------------------------------------------------- timeouts
 
     def _wait_report(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
-        """Wait for the session's answer, which comes within a second, unless something blocks its loop."""
+        """Wait for the engine's answer, which comes within a second, unless something blocks its loop."""
         try:
             return report.result(_ANSWER_S)
         except TimeoutError:
-            return loop_blocked(self._options.timeout, self._session.portal.where())
+            return loop_blocked(self._options.timeout, self._engine.portal.where())
 
     async def _raise_overdue(self) -> None:
-        self._raise_unless_news(await self._wait_report_async(self._session.report_overdue(self._options.timeout)))
+        self._raise_unless_news(await self._wait_report_async(self._engine.report_overdue(self._options.timeout)))
 
     async def _wait_report_async(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(report), _ANSWER_S)
         except TimeoutError:
-            return loop_blocked(self._options.timeout, self._session.portal.where())
+            return loop_blocked(self._options.timeout, self._engine.portal.where())
 
     def _raise_unless_news(self, error: BaseException | None) -> None:
-        """Raise what the session has reported, unless the batch has come in the last moment."""
+        """Raise what the engine has reported, unless the batch has come in the last moment."""
         try:
             if error is not None and not self._run.has_news():
                 raise error
@@ -319,7 +319,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
         On the loop that the dataset itself runs on, which cannot be waited for there, returns at once.
         """
-        if not self._is_finalizing() and self._is_made and self._session.pid == os.getpid():
+        if not self._is_finalizing() and self._is_made and self._engine.pid == os.getpid():
             self.leave()
             refuse_to_block_the_loop()
             if home_loop.is_here(self._home):  # where the dataset is closed, once the caller lets the loop turn
@@ -329,21 +329,21 @@ class WorkerIterator(BaseIterator[T_co]):
 
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""
-        if self._session.pid == os.getpid():
+        if self._engine.pid == os.getpid():
             self.leave()
             await asyncio.to_thread(self._wait_closed)
 
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
-        if self._is_made and self._session.pid == os.getpid():
+        if self._is_made and self._engine.pid == os.getpid():
             self.is_closed = True
             if not self._run.all_taken:
                 vars(self)["_next"] = _refuse  # batches that are ready are not given either
-            self._session.request_close()
+            self._engine.request_close()
 
     def _wait_closed(self) -> None:
         self._seeding.end()
-        self._session.wait_closed(END_GRACE_S + 1.0)
+        self._engine.wait_closed(END_GRACE_S + 1.0)
 
     def _shutdown_workers(self) -> None:
         """End the workers, under the name that torch's iterator has for it, which some programs use."""
@@ -354,11 +354,11 @@ class WorkerIterator(BaseIterator[T_co]):
         """The worker processes, as torch's iterator shows them; none if the workers are in this one."""
         if self._is_finalizing():
             return []
-        workers = sorted(self._session.pool.processes.items())
+        workers = sorted(self._engine.pool.processes.items())
         return [WorkerHandle(worker) for _, worker in workers if isinstance(worker, WorkerProcess)]
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} taken={self._run.taken} {self._session!r}>"
+        return f"<{type(self).__name__} taken={self._run.taken} {self._engine!r}>"
 
 
 def _refuse(*_: object) -> NoReturn:

@@ -10,14 +10,13 @@ from asyncloader.backends.backend import Backend
 from asyncloader.backends.processes.pool import Pool
 from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.engine.controller import Controller
+from asyncloader.engine.engine import Engine
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.session import Session
-from asyncloader.engine.supervisor import Auto, Supervisor
 from asyncloader.machine import usable_cores
 from asyncloader.messages.messages import EpochSpec, WorkerSpec
 from asyncloader.observe.faults import Faults
@@ -27,7 +26,7 @@ from asyncloader.run.runs import Runs
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
-def make_session(
+def make_engine(
     options: Options,
     runs: Runs,
     spec: WorkerSpec,
@@ -35,8 +34,8 @@ def make_session(
     home: asyncio.AbstractEventLoop | None,
     make_finisher: Callable[[GuardedLoop], Finisher | None],
     tell: Callable[[int], None],
-) -> Session:
-    """Return a session that begins with a run, and its workers, which are not started yet.
+) -> Engine:
+    """Return an engine that begins with a run, and its workers, which are not started yet.
 
     Args:
         options: The options of the loader.
@@ -53,9 +52,8 @@ def make_session(
     portal = get_portal()
     loop = GuardedLoop(portal.loop)
     pool = _make_pool(options, spec, loop, home)
-    auto = Auto(Controller(options, options.num_workers, usable_cores()), tell) if options.is_auto else None
-    supervisor = Supervisor(loop, pool, options, auto)
-    return Session(portal, loop, pool, run, supervisor, make_finisher(loop))
+    controller = Controller(options, options.num_workers, usable_cores()) if options.is_auto else None
+    return Engine(portal, loop, pool, run, options, make_finisher(loop), controller, tell)
 
 
 def _make_pool(

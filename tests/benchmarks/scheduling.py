@@ -18,7 +18,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from asyncloader.engine.actions import Deliver, Send
 from asyncloader.engine.scheduler import Scheduler
 from tests import deciders
 from tests.benchmarks.bench import Bench, Target, main
@@ -54,10 +53,11 @@ class Simulation:
             worker = self.busy.pop()
             batch = self.queues[worker].popleft()
             began = perf_counter()
-            actions = self.scheduler.returned(worker, batch, 0.01, 0.0001)
-            actions += self.scheduler.ready(batch, batch, 10_000)
+            self.scheduler.returned(worker, batch, 0.01, 0.0001)
+            self.scheduler.ready(batch, batch, 10_000)
+            self.scheduler.assign()
             self.seconds += perf_counter() - began
-            self.carry_out(actions)
+            self.carry_out()
             self.read()
         return Run(self.seconds / max(batches, self.planned - planned) * 1e6)  # more are sent while the queues fill
 
@@ -66,19 +66,20 @@ class Simulation:
         count = max(self.window + self.taken, self.scheduler.read_until) - self.planned
         if count > 0:
             began = perf_counter()
-            actions = self.scheduler.planned(range(count))
+            self.scheduler.planned(range(count))
+            self.scheduler.assign()
             self.seconds += perf_counter() - began
             self.planned += count
-            self.carry_out(actions)
+            self.carry_out()
 
-    def carry_out(self, actions: list[Any]) -> None:
+    def carry_out(self) -> None:
         """Be workers and consumer."""
-        for action in actions:
-            if type(action) is Send:
-                self.queues[action.worker].append(action.ticket.batch)
-                self.busy.append(action.worker)
-            elif type(action) is Deliver:
-                self.taken += 1
+        for worker, tickets in self.scheduler.outbox.items():
+            self.queues[worker] += [ticket.batch for ticket in tickets]
+            self.busy += [worker] * len(tickets)
+        self.taken += len(self.scheduler.delivered)
+        self.scheduler.outbox.clear()
+        self.scheduler.delivered.clear()
 
 
 def simulate(batches: int, num_workers: int, **options: Any) -> Run:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.engine.hang_watch import FIRST_S, LOOK_S, HangWatch
+from asyncloader.engine.hang_report import FIRST_S, LOOK_S, HangWatch
 
 
 class Consumer:

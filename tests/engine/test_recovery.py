@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from asyncloader import DataLoader
-from asyncloader.engine.actions import Discard, GiveUp, Postpone, Replace, Ticket, Vacate
+from asyncloader.engine.actions import Ticket, Vacate
 from asyncloader.engine.recovery import Overdue, Recovery
 from asyncloader.errors import BatchTimeoutError, WorkerDiedError, WorkerStartError
 from asyncloader.messages.snapshot import Frozen, WorkerStart
@@ -131,32 +131,60 @@ def test_workers_that_never_come_up_end_it(num_workers: int, ready_after: int) -
     recovery = Recovery(deciders.options(num_at_start=num_workers))
     for _ in range(min(ready_after, num_workers + 2)):
         lose(recovery, Gone(is_ready=False))
-    recovery.ready()
+    recovery.ready(0)
     for _ in range(num_workers + 2):
         lose(recovery, Gone(is_ready=False))
-    (action,) = recovery.died(Gone(is_ready=False, output=bytearray(b"boom")), None, is_active=True)
-    assert isinstance(action, GiveUp)
-    assert isinstance(action.error, WorkerStartError)
-    assert f"({num_workers + 3} in a row)" in str(action.error)
-    assert "boom" in str(action.error)
+    ((what, error),) = recovery.died(Gone(is_ready=False, output=bytearray(b"boom")), None, is_active=True)
+    assert what == "give up"
+    assert isinstance(error, WorkerStartError)
+    assert f"({num_workers + 3} in a row)" in str(error)
+    assert "boom" in str(error)
 
 
 def test_machines_that_go_are_no_starts_that_failed() -> None:
     """However many go while workers come up. Others go on, or else another one takes the place."""
-    kinds: tuple[tuple[str, Any], ...] = (("", Postpone), ("an iterable dataset is divided among them", Vacate))
-    for stays, kind in kinds:
+    for stays in ("", "an iterable dataset is divided among them"):
         recovery = Recovery(deciders.options(num_at_start=1, why_workers_stay=stays))
         for _ in range(10):
             (action,) = recovery.died(Gone(is_ready=False, is_lost=True), None, is_active=True)
-            assert isinstance(action, kind)
+            assert action[0] == (0 if stays else "postpone")  # the worker of a `Vacate`
 
 
 def test_one_that_could_not_be_set_up_ends_it_at_once() -> None:
     """Every other would end in the same way."""
     gone = Gone(was_set_up=False, is_ready=False, exitcode=1, output=bytearray(b"no such module"))
-    (action,) = Recovery(MAP).died(gone, None, is_active=True)
-    assert isinstance(action, GiveUp)
-    assert "no such module" in str(action.error)
+    ((what, error),) = Recovery(MAP).died(gone, None, is_active=True)
+    assert what == "give up"
+    assert "no such module" in str(error)
+
+
+def test_one_that_was_to_join_and_ends_at_its_start_is_tried_again() -> None:
+    """Later each time, while others do its work. Where there are none, so many in a row end the run."""
+    recovery = Recovery(deciders.options(num_at_start=2))
+    asked: Any = {"is_active": False, "is_coming": True}
+    rests = [
+        recovery.died(Gone(is_ready=False), None, is_alone=False, **asked)  # type: ignore[arg-type]
+        for _ in range(15)
+    ]
+    assert [action for (action,) in rests] == [("postpone", 0, min(0.02 * 2.0**count, 60.0)) for count in range(15)]
+    ((what, _),) = recovery.died(Gone(is_ready=False), None, is_alone=True, **asked)  # type: ignore[arg-type]
+    assert what == "give up"
+    recovery.ready(0)
+    assert recovery.died(Gone(is_ready=False), None, is_alone=True, **asked) == [("postpone", 0, 0.02)]  # type: ignore[arg-type]
+
+
+def test_a_process_that_the_system_has_no_room_for() -> None:
+    """Others go on without it. What nobody else can do waits for it, and some time later ends the run."""
+    error = OSError("no room")
+    recovery = Recovery(deciders.options(num_at_start=2))
+    assert recovery.not_launched(1, error, is_active=True, is_alone=False) == [("postpone", 1, 0.02)]
+    (gone,) = recovery.not_launched(1, error, is_active=True, is_alone=True)
+    assert (gone.worker, gone.was_ready, gone.rest_s, gone.cause([])) == (1, False, 0.04, error)
+    assert recovery.not_launched(1, error, is_active=False, is_alone=True) == [("postpone", 1, 0.08)]
+    for _ in range(27):
+        (later,) = recovery.not_launched(1, error, is_active=False, is_alone=True)
+    assert later == ("postpone", 1, 1.0)
+    assert recovery.not_launched(1, error, is_active=False, is_alone=True) == [("give up", error)]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +210,8 @@ def test_who_can_be_replaced(options: Options, start: WorkerStart | None, replac
     assert (advice in told) is not replaceable
     assert action.rest_s == 0.0
     filled = Recovery(options).fill(Gone(1), start)
-    assert [type(action) for action in filled] == [Replace if replaceable else Vacate]
+    assert (filled == [("replace", 1)]) is replaceable
+    assert isinstance(filled[0], Vacate) is not replaceable
 
 
 @pytest.mark.parametrize(("options", "has_lost"), [(MAP, False), (STREAM, True), (STATEFUL, False)])
@@ -242,7 +271,7 @@ def test_a_batch_that_no_worker_has(
 def test_a_hung_worker_is_killed_and_lost(on_timeout: Any) -> None:
     """In this order; the error says how often it was tried."""
     discard, lose = overdue(of(on_timeout=on_timeout))
-    assert discard == Discard(0)
+    assert discard == ("discard", 0)
     assert (lose.worker, lose.hung, lose.replaceable, lose.rest_s) == (0, True, True, 0.0)
     assert isinstance(lose.cause([Ticket(7, KEYS, worker=0, tries=3)]), BatchTimeoutError)
 

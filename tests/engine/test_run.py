@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader import DataLoader
-from asyncloader.engine.actions import VOID, Action, Deliver, Replace, Send, Ticket
+from asyncloader.engine.actions import VOID, Ticket
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.run import Run
@@ -52,17 +52,19 @@ class Driver:
         """Look into the inbox."""
         batches, plan_ended = self.run.read_inbox()
         self.planned += batches
-        self.apply(self.run.scheduler.planned(batches))
+        self.run.scheduler.planned(batches)
         if plan_ended:
             self.run.scheduler.plan_ended()
-            self.run.follow()
+        self.settle()
 
     def answer(self, batch: int, outcome: Outcome | None = None) -> None:
         """A worker has come to this outcome; to the keys by default."""
         ticket = self.sent.pop(batch)
         scheduler = self.run.scheduler
         item = Item(outcome or Outcome(Kind.BATCH, data=ticket.keys), batch, ticket.worker)
-        self.apply(scheduler.returned(ticket.worker, batch) + scheduler.ready(batch, item))
+        scheduler.returned(ticket.worker, batch)
+        scheduler.ready(batch, item)
+        self.settle()
 
     def take(self) -> Item | None:
         """A consumer takes what there is, and has it."""
@@ -80,16 +82,13 @@ class Driver:
             raise error
         return batch
 
-    def apply(self, actions: list[Action]) -> None:
+    def settle(self) -> None:
         """Carry out what the scheduler decided."""
-        for action in actions:
-            match action:
-                case Send(_, ticket):
-                    self.sent[ticket.batch] = ticket
-                case Deliver(item):
-                    self.run.handoff.put(item)
-                case _:
-                    assert isinstance(action, Replace)
+        scheduler = self.run.scheduler
+        assert scheduler.assign() == []
+        self.sent |= {ticket.batch: ticket for tickets in scheduler.outbox.values() for ticket in tickets}
+        scheduler.outbox.clear()
+        self.run.hand_over()
         self.run.follow()
 
 

@@ -6,14 +6,15 @@ import contextlib
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Replace, Send, Ticket, Vacate
+from asyncloader.engine.actions import VOID, Fail, Ticket, Vacate
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
 from asyncloader.messages.snapshot import WorkerStart
@@ -27,6 +28,51 @@ OVERHEAD_BYTES = 4096
 def gone(worker: int, *, rests: bool = False, **facts: bool) -> Vacate:
     """Return what is said of a worker whose process has ended."""
     return Vacate(worker, lambda tickets: RuntimeError("it died"), rest_s=float(rests), **facts)
+
+
+class Send(NamedTuple):
+    """A worker is sent a ticket."""
+
+    worker: int
+    ticket: Ticket
+
+
+class Deliver(NamedTuple):
+    """What is handed over to the consumer."""
+
+    item: Any
+
+
+class Acting:
+    """A scheduler that is settled after each event, as the engine does it. Events return all that is to be done.
+
+    Attributes:
+        stalled: Workers that are sent nothing for a while: their tickets stay in the outbox.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.stalled: set[int] = set()
+
+    def __repr__(self) -> str:
+        return repr(self._scheduler)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._scheduler, name)
+        return partial(self._after, found) if name in EVENTS else found
+
+    def _after(self, event: Callable[..., Any], *args: Any, **facts: Any) -> list[Any]:
+        """Have this happen, and tickets given out then; return what is to be done."""
+        decided, scheduler = event(*args, **facts), self._scheduler
+        done = [*(decided if isinstance(decided, list) else ()), *scheduler.assign()]
+        done += map(Deliver, scheduler.delivered)
+        scheduler.delivered.clear()
+        workers = [worker for worker in scheduler.outbox if worker not in self.stalled]
+        sent = [Send(worker, ticket) for worker in workers for ticket in scheduler.outbox.pop(worker)]
+        return done + sorted(sent, key=lambda send: send.ticket.batch)
+
+
+EVENTS = {"planned", "returned", "ready", "exhausted", "vacated", "rested", "joined", "leaving", "lost"}
 
 
 class Reader:
@@ -55,9 +101,9 @@ class Model(RuleBasedStateMachine):
 
     Workers of a map-style dataset join, leave and are lost at any time, and may come back under the same number.
 
-    They are renewed without a word to the scheduler: what is for a worker waits until it has finished what it has in
-    hand, and then another process has it. If it dies before, all of that is lost together, but nothing of what has
-    waited is to blame.
+    For a while a worker may be sent nothing, as if its process were yet to come: what is for it waits until it has
+    finished what it has in hand. If it dies before, all of that is lost together, but nothing of what has waited is to
+    blame.
     """
 
     @initialize(
@@ -91,7 +137,7 @@ class Model(RuleBasedStateMachine):
     ) -> None:
         if is_iterable:
             scheduling = "static"
-        self.scheduler = make(
+        self.scheduler: Any = make(
             num_at_start=num_workers,
             prefetch=prefetch_factor,
             scheduling=scheduling,
@@ -120,7 +166,6 @@ class Model(RuleBasedStateMachine):
         self.length = length
 
         self.at_work: list[deque[int]] = [deque() for _ in range(MOST_WORKERS)]
-        self.waiting: dict[int, list[int]] = {}  # for successors of workers that finish what they have
         self.pinning: list[int] = []
         self.handed_over: deque[int] = deque()  # what the consumer can take
         self.fates: dict[int, str] = {}
@@ -196,16 +241,18 @@ class Model(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.is_iterable)
     @rule(worker=st.integers(0, MOST_WORKERS - 1))
-    def renew(self, worker: int) -> None:
-        """Have a worker's successor be ready."""
+    def stall(self, worker: int) -> None:
+        """Have a worker be sent nothing before it has finished what it has."""
         if worker in self.takers - self.resting - self.lost_workers:
-            self.waiting.setdefault(worker, [])
+            self.scheduler.stalled.add(worker)
             if not self.at_work[worker]:
                 self._succeed(worker)
 
     def _succeed(self, worker: int) -> None:
-        """Give what has waited for it to a worker: its successor, or itself if it stays."""
-        self.at_work[worker].extend(self.waiting.pop(worker, ()))
+        """Send a worker what has waited for it."""
+        self.scheduler.stalled.discard(worker)
+        for ticket in self.scheduler.outbox.pop(worker, ()):
+            self._send(worker, ticket)
 
     @rule(data=st.data())
     def pin_a_batch(self, data: st.DataObject) -> None:
@@ -237,7 +284,7 @@ class Model(RuleBasedStateMachine):
         was_ready = ready or not lost
         dead = gone(worker, rests=rests, replaceable=self.is_replaceable, was_ready=was_ready)
         with self._not_blamed(unsent):
-            self._apply(self.scheduler.vacated(dead, unsent))
+            self._apply(self.scheduler.vacated(dead))
         if not was_ready and self.on_crash != "raise" and self.is_replaceable:
             assert not self.fates.keys() & set(lost), "blamed although it had not begun"
             return
@@ -248,7 +295,8 @@ class Model(RuleBasedStateMachine):
 
     def _lose(self, worker: int, rests: bool) -> tuple[list[int], list[int]]:
         """Take what a worker has, and what has waited for its successor."""
-        lost, unsent = [*self.at_work[worker]], self.waiting.pop(worker, [])
+        lost, unsent = [*self.at_work[worker]], [each.batch for each in self.scheduler.outbox.get(worker, ())]
+        self.scheduler.stalled.discard(worker)
         self.at_work[worker].clear()
         self.tracks[worker].forget_given()
         if self.is_replaceable:
@@ -260,10 +308,10 @@ class Model(RuleBasedStateMachine):
     @contextlib.contextmanager
     def _not_blamed(self, seqs: list[int]) -> Iterator[None]:
         """See that nothing is thought of these, whatever is decided."""
-        tries = {batch: self.tries[batch] for batch in seqs}
+        tries = {batch: self.tries.get(batch, 0) for batch in seqs}
         yield
         assert not self.fates.keys() & tries.keys(), "blamed although it was not sent"
-        assert tries == {batch: self.tries[batch] for batch in seqs}, "counted although it was not sent"
+        assert tries == {batch: self.tries.get(batch, 0) for batch in seqs}, "counted although it was not sent"
 
     @precondition(lambda self: self.is_replaceable)
     @rule(rests=st.booleans())
@@ -275,7 +323,7 @@ class Model(RuleBasedStateMachine):
         at_work = min(lost) if self.overlapping else lost[0]
         self.has_hung = True
         with self._not_blamed(unsent):
-            self._apply(self.scheduler.vacated(gone(ticket.worker, rests=rests, hung=True), unsent))
+            self._apply(self.scheduler.vacated(gone(ticket.worker, rests=rests, hung=True)))
         assert self.on_timeout != "skip" or at_work in self.fates
 
     @rule(data=st.data())
@@ -286,7 +334,7 @@ class Model(RuleBasedStateMachine):
 
     def _end_rest(self, worker: int) -> None:
         self.resting.discard(worker)
-        self._apply([Replace(worker)])
+        self._apply([("replace", worker)])
         self._apply(self.scheduler.rested(worker))
 
     @precondition(lambda self: not self.is_iterable and not self.lost_workers)
@@ -319,14 +367,14 @@ class Model(RuleBasedStateMachine):
         if worker in self.takers | self.leaving and not self.lost_workers:
             lost, unsent = self._lose(worker, False)
             lost += unsent
-            fates, tries = dict(self.fates), {batch: self.tries[batch] for batch in lost}
+            fates, tries = dict(self.fates), {batch: self.tries.get(batch, 0) for batch in lost}
             self.takers.discard(worker)
             self.leaving.discard(worker)
             self.resting.discard(worker)
             self.has_changed = True
             self._apply(self.scheduler.lost(worker))
             assert fates == self.fates
-            assert tries == {batch: self.tries[batch] for batch in lost}
+            assert tries == {batch: self.tries.get(batch, 0) for batch in lost}
 
     @precondition(lambda self: self.is_iterable)
     @rule(worker=st.integers(0, 3))
@@ -351,7 +399,7 @@ class Model(RuleBasedStateMachine):
         assert {batch for queue in [*self.at_work, *self.owed] for batch in queue} <= {ticket.batch for ticket in lost}
         for queue in self.at_work:
             queue.clear()
-        self.waiting.clear()
+        self.scheduler.stalled.clear()
         self.lost_workers = set(range(MOST_WORKERS))
         self.resting.clear()
         self.leaving.clear()
@@ -365,17 +413,17 @@ class Model(RuleBasedStateMachine):
 
     def _apply(self, actions: list[Any]) -> None:
         for action in actions:
-            assert not self.finished or type(action) in (Replace, Dismiss), "an action after the end"
+            assert not self.finished or action[0] in ("replace", "dismiss"), "an action after the end"
             match action:
                 case Send(worker, ticket):
                     self._send(worker, ticket)
                 case Deliver(batch):
                     self._deliver(batch)
-                case Replace(worker):
+                case ("replace", worker):
                     assert not self.at_work[worker]
                     assert worker not in self.lost_workers | self.resting
                     self.readers[worker] = Reader(self.tracks[worker].start)
-                case Dismiss(worker):
+                case ("dismiss", worker):
                     assert not self.at_work[worker]
                     self.leaving.remove(worker)
                     self.resting.discard(worker)
@@ -416,11 +464,10 @@ class Model(RuleBasedStateMachine):
         assert ticket.keys == f"keys {ticket.batch}"
         assert ticket.batch not in self.fates
         assert all(ticket.batch not in queue for queue in self.at_work), "a ticket at two workers"
-        assert all(ticket.batch not in queue for queue in self.waiting.values()), "a ticket twice"
-        in_hand = {*self.at_work[worker], *self.waiting.get(worker, ())}
+        in_hand = {*self.at_work[worker]}
         assert not in_hand if ticket.is_suspect else not in_hand & self.suspects, "a suspect is not alone"
         self.suspects |= {ticket.batch} if ticket.is_suspect else set()
-        (self.waiting[worker] if worker in self.waiting else self.at_work[worker]).append(ticket.batch)
+        self.at_work[worker].append(ticket.batch)
         for owed in self.owed:
             owed.discard(ticket.batch)
         if self.is_iterable:
@@ -537,9 +584,9 @@ TestInterleavings.settings = settings(
 )
 
 
-def make(**options: Any) -> Scheduler:
+def make(first: int = 0, next_worker: int | None = None, **options: Any) -> Any:
     """Return a scheduler of two workers and a window of four, unless options say otherwise."""
-    return Scheduler(deciders.options(**options))
+    return Acting(Scheduler(deciders.options(**options), first=first, next_worker=next_worker))
 
 
 def sent(actions: list[Any]) -> list[tuple[int, int]]:
@@ -554,7 +601,7 @@ def delivered(actions: list[Any]) -> list[Any]:
 
 def kinds(actions: list[Any]) -> list[str]:
     """Return the names of the actions."""
-    return [type(action).__name__ for action in actions]
+    return [action[0].capitalize() if type(action) is tuple else type(action).__name__ for action in actions]
 
 
 def windows(scheduler: Scheduler, event: Callable[[int], object], *workers: int) -> list[int]:
@@ -629,7 +676,7 @@ def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:
     assert (scheduler.leaving(1), scheduler.window) == ([], 4)
     assert sent(scheduler.planned(range(3))) == [(0, 6), (2, 7), (0, 8)]
     assert scheduler.returned(1, 1) == []
-    assert scheduler.returned(1, 4) == [Dismiss(1)]
+    assert scheduler.returned(1, 4) == [("dismiss", 1)]
     assert 1 not in scheduler.in_flight
     assert scheduler.leaving(1) == []
     assert (scheduler.leaving(2), scheduler.window) == ([], 2)
@@ -644,7 +691,7 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
     scheduler.planned(range(4))
     assert sent(scheduler.vacated(gone(1, rests=True, hung=True))) == []
     actions = scheduler.leaving(1)
-    assert (actions[0], scheduler.window) == (Dismiss(1), 2)
+    assert (actions[0], scheduler.window) == (("dismiss", 1), 2)
     assert sent(actions) == [(0, 1), (0, 3)]
     assert scheduler.rested(1) == []
     scheduler.validate()
@@ -686,7 +733,7 @@ def test_a_worker_that_dies_while_it_leaves_has_no_successor(on_crash: Any) -> N
     scheduler.planned(range(4))
     scheduler.leaving(1)
     actions = scheduler.vacated(gone(1, rests=True))
-    assert kinds(actions)[0] == "Dismiss"
+    assert ("dismiss", 1) in actions
     failed = [ticket.batch for action in actions if isinstance(action, Fail) for ticket in action.tickets]
     assert failed == {"retry": [], "skip": [1], "raise": [1, 3]}[on_crash]
     assert sent(actions) == {"retry": [(0, 1), (0, 3)], "skip": [(0, 3)], "raise": []}[on_crash]
@@ -743,7 +790,7 @@ def test_a_batch_costs_as_much_with_thousands_of_workers(scheduling: Any, in_ord
 
 def test_a_run_goes_on_in_the_middle() -> None:
     """Numbers go on from the first, to the worker whose turn it is; what was done before is passed over."""
-    scheduler = Scheduler(deciders.options(num_at_start=3), first=7)
+    scheduler = make(7, num_at_start=3)
     actions = scheduler.planned(["a", VOID, "b"])
     sent = [(action.worker, action.ticket) for action in actions if isinstance(action, Send)]
     assert [(worker, ticket.batch, ticket.keys) for worker, ticket in sent] == [(1, 7, "a"), (2, 9, "b")]
@@ -751,7 +798,7 @@ def test_a_run_goes_on_in_the_middle() -> None:
     assert [a.item for a in scheduler.ready(7, "A") if isinstance(a, Deliver)] == ["A"]
     assert scheduler.gone_count == 9
     scheduler.validate()
-    scheduler = Scheduler(deciders.options(num_at_start=3), first=7, next_worker=3)
+    scheduler = make(7, 3, num_at_start=3)
     assert [a.worker for a in scheduler.planned("ab") if isinstance(a, Send)] == [0, 1]
 
 
@@ -802,8 +849,8 @@ def run_ahead(scheduler: Scheduler, size: int) -> int:
     """Have worker 1 alone do what it gets, of batches of this size; return how many were planned then."""
     planned = scheduler.planned_count
     while mine := sorted(scheduler.in_flight[1]):
-        scheduler.returned(1, mine[0], 1e-5)
         before = scheduler.read_until
+        scheduler.returned(1, mine[0], 1e-5)
         actions = scheduler.ready(mine[0], mine[0], size)
         assert all(isinstance(action, Deliver) for action in actions)  # the last one before the batch that is slow
         if scheduler.read_until != before:
@@ -889,10 +936,13 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
     scheduler.ready(0, "a")
     scheduler.leaving(1)
     assert [ticket.batch for ticket in scheduler.in_flight[0].values()] == [2]
-    assert sent(scheduler.vacated(gone(1, was_ready=False))) == [(0, 1), (0, 3)][: 2 if scheduling == "static" else 1]
+    scheduler.stalled.add(0)
+    assert sent(scheduler.vacated(gone(1, was_ready=False))) == []
     assert scheduler.awaited() is scheduler.in_flight[0][1]
-    waiting = [batch for batch in scheduler.in_flight[0] if batch != 2]  # for the successor of worker 0
-    actions = scheduler.vacated(gone(0, hung=True), waiting)
+    waiting = [ticket.batch for ticket in scheduler.outbox[0]]
+    assert waiting == [1, 3][: 2 if scheduling == "static" else 1]
+    scheduler.stalled.clear()
+    actions = scheduler.vacated(gone(0, hung=True))
     assert [ticket.batch for action in actions if isinstance(action, Fail) for ticket in action.tickets] == [2]
     assert {batch for _, batch in sent(actions)} >= set(waiting)
     scheduler.validate()
@@ -902,8 +952,10 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
 def test_what_was_not_sent_is_not_blamed_for_a_death(on_crash: Any) -> None:
     """Not even where the worker had nothing else."""
     scheduler = make(num_at_start=1, on_crash=on_crash)
+    scheduler.stalled.add(0)
     scheduler.planned(range(2))
-    actions = scheduler.vacated(gone(0), [0, 1])
+    scheduler.stalled.clear()
+    actions = scheduler.vacated(gone(0))
     assert kinds(actions) == ["Replace", "Send", "Send"]
     assert [ticket.tries for ticket in scheduler.in_flight[0].values()] == [0, 0]
 

@@ -98,7 +98,7 @@ def test_kills_from_outside_at_any_moment() -> None:
     def kill_now_and_then() -> None:
         starting = 0
         while not ended.wait(chance.random() * 0.05):
-            process = chance.choice(list(inside.session(iterator).pool.processes.values()))
+            process = chance.choice(list(inside.engine(iterator).pool.processes.values()))
             # One that has not come up twice in a row would be taken for one that cannot.
             starting = 0 if process.is_ready else starting + 1
             if process.is_alive and starting < 2:
@@ -480,7 +480,7 @@ def test_a_worker_that_cannot_be_replaced_leaves_its_work_to_others(
     def refuse(*args: Any) -> None:
         raise WorkerStartError("no room")
 
-    monkeypatch.setattr(inside.session(iterator).pool, "_start_some", refuse)
+    monkeypatch.setattr(inside.engine(iterator).pool, "_start_some", refuse)
     assert [int(key) for batch in iterator for key in batch[0]] == list(range(400))
     assert [record.levelname for record in caplog.records if "no room" in record.getMessage()] == ["WARNING"]
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]

@@ -16,7 +16,7 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader
-from asyncloader.engine import hang_watch
+from asyncloader.engine import hang_report
 from asyncloader.engine.hang_report import Seen, describe, explain
 from asyncloader.errors import LoaderClosedError
 from asyncloader.observe.activity import Activity, threads_at
@@ -34,8 +34,8 @@ NAME = "pool of a library"
 @pytest.fixture(autouse=True)
 def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a wait be too long after a second."""
-    monkeypatch.setattr(hang_watch, "LOOK_S", 0.1)
-    monkeypatch.setattr(hang_watch, "FIRST_S", 1.0)
+    monkeypatch.setattr(hang_report, "LOOK_S", 0.1)
+    monkeypatch.setattr(hang_report, "FIRST_S", 1.0)
 
 
 class Gated(Dataset[int]):

@@ -36,6 +36,7 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.errors import InternalError
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.typing import AsyncDataset
+from tests import inside
 from tests.leftovers import Holdings
 from tests.pins import pins
 
@@ -44,6 +45,13 @@ PATIENCE_S = 20.0  # on a busy machine; what hangs hangs for ever
 PARTS = 6  # of all faults, each a test: they wait more than they work, and run beside each other
 
 RIGHT = [list(range(begin, begin + 4)) for begin in range(0, 24, 4)]
+
+
+@pytest.fixture(autouse=True)
+def by_count() -> Iterator[None]:
+    """Have workers be renewed by how much they have made."""
+    with inside.renewals_by_count():
+        yield
 
 
 class InjectedError(Exception):
@@ -128,7 +136,7 @@ def make_loader(kind: str, folder: Path) -> DataLoader[Any]:
     elif kind == "stream":
         data = Stream()
     elif kind == "renewed":
-        options["max_tasks_per_child"] = 1
+        options |= inside.renewed_after(1)
     elif kind == "persistent":
         options["persistent_workers"] = True
     elif kind == "resized":

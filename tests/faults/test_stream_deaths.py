@@ -202,7 +202,7 @@ def wait_for_parked(iterator: Any, count: int) -> None:
 
 
 def kill(iterator: Any, worker: int = 0) -> None:
-    os.kill(inside.session(iterator).pool.processes[worker].pid, signal.SIGKILL)
+    os.kill(inside.engine(iterator).pool.processes[worker].pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------------------- deaths
@@ -294,7 +294,7 @@ def test_what_comes_out_of_order_comes_once(kind: Any, folder: Path) -> None:
     found = [plain(next(iterator)) for _ in range(8)]
     wait_until(lambda: not any(folder.iterdir()))  # both hang, and the next ones will not
     if kind is OfIterator:  # which can be replaced once they have told where they were
-        tracks = inside.session(iterator).run.tracks.values()
+        tracks = inside.engine(iterator).run.tracks.values()
         wait_until(lambda: all(track.start.snapshot is not None for track in tracks))
     state = loader.state_dict()
     kill(iterator, 0)

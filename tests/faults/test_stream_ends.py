@@ -287,14 +287,14 @@ def test_epochs_are_counted_on_by_a_worker_that_comes_between_two(folder: Path) 
 
 def lose(iterator: Any, worker: int) -> None:
     """Kill a worker, or abandon it as one that hangs, and wait until that is known."""
-    processes = inside.session(iterator).pool.processes
+    processes = inside.engine(iterator).pool.processes
     wait_until(lambda: worker in processes)  # the last one's successor may be on its way
     before = processes[worker]
     if not before.is_alive:  # it was lost after its last batch, and the epoch needs it no more
         return
     if before.pid == os.getpid():
-        portal = inside.session(iterator).portal
-        portal.call(abandon, inside.session(iterator), worker).result()
+        portal = inside.engine(iterator).portal
+        portal.call(abandon, inside.engine(iterator), worker).result()
     else:
         kill(iterator, worker)
         wait_until(lambda: not before.is_alive)
@@ -304,7 +304,7 @@ def abandon(session: Any, worker: int) -> None:
     """Do to a worker thread what an orderly death would be, on the loop."""
     process = session.pool.processes[worker]
     process.kill()
-    session.supervisor.on_died(worker, process)
+    session.on_died(worker, process)
 
 
 @pytest.mark.parametrize("kind", [Declared, OfIterator, Threaded])

@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from asyncloader.backends.backend import END_GRACE_S, Launch
+from asyncloader.backends.backend import Launch
 from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.launching import carry_out
@@ -66,7 +66,6 @@ class Pool(BasePool[WorkerProcess]):
         self._slabs.live_on(loop.loop)
         self._heaps: dict[WorkerProcess, WorkerHeap] = {}
         self._dumps = TicketPickler()
-        self._spares: dict[int, WorkerProcess] = {}  # started to take the place of a worker, which is there still
         self._managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of executors: these have pipes
         self._is_starting = False  # somebody may be launching one more
 
@@ -168,26 +167,10 @@ class Pool(BasePool[WorkerProcess]):
             self._leaving.add(process)
             process.kill()
 
-    def dismiss(self, worker: int, grace_s: float) -> None:
-        """Let the process of this worker id finish, if there is one: it has no tickets. Its place is free."""
-        self._let_go(self._spares.pop(worker, None), grace_s)
-        super().dismiss(worker, grace_s)
-
     def add(self, worker: int, num_workers: int) -> None:
-        """Start a process under this worker id: one more, or in the place of another, which is gone, or finishes."""
-        before = self.processes.get(worker)
-        if before is not None and (before in self._leaving or not before.is_alive):
-            del self.processes[worker]  # whether or not another one can be started
-            before = None
-        self.processes[worker] = self.prepare(worker, num_workers)
-        del self._spares[worker]
-        self._let_go(before, END_GRACE_S)
-
-    def prepare(self, worker: int, num_workers: int) -> WorkerProcess:
-        """Start the process that `add` is to put in the place of this worker, if it is not there already."""
-        if worker not in self._spares:
-            self._spares[worker] = self._start_other(worker, num_workers)
-        return self._spares[worker]
+        """Start a process under this worker id: one more, or in the place of another, which is gone."""
+        self.processes.pop(worker, None)  # whether or not another one can be started
+        self.processes[worker] = self._start_other(worker, num_workers)
 
     def _start_other(self, worker: int, num_workers: int) -> WorkerProcess:
         (process,) = carry_out(self._start_some([worker], self._epoch_of_newcomer(num_workers)))
@@ -218,8 +201,6 @@ class Pool(BasePool[WorkerProcess]):
         body = pickle.dumps(epoch)
         for process in self.processes.values():
             process.channel.send(Kind.EPOCH, body, more=True)
-        for process in self._spares.values():
-            process.channel.send(Kind.EPOCH, body)
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all processes are gone, replaced ones too, and the threads of their executors. Not on the loop."""
@@ -268,11 +249,7 @@ class Pool(BasePool[WorkerProcess]):
             process.channel.send(Kind.CONFIRM, bytes(body))
         elif kind == Kind.READY:
             process.is_ready = True
-            if self.listener is None:
-                return
-            if self._spares.get(worker) is process:
-                self.listener.on_prepared(worker)
-            else:
+            if self.listener is not None:
                 self.listener.on_ready(worker)
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
@@ -296,11 +273,6 @@ class Pool(BasePool[WorkerProcess]):
         """A process is gone."""
         if (heap := self._heaps.pop(process, None)) is not None:
             heap.reclaim()
-        if self._spares.get(process.worker_id) is process:
-            del self._spares[process.worker_id]
-            expected = True
-            if self.listener is not None:
-                self.listener.on_prepared(process.worker_id)
         super().on_exit(process, expected)
 
     def _maybe_closed(self) -> None:
@@ -313,9 +285,6 @@ class Pool(BasePool[WorkerProcess]):
         while self._heaps:  # of workers whose end was not dealt with to the last, because something failed
             self._heaps.popitem()[1].reclaim()
         super()._close()
-
-    def _everyone(self) -> tuple[WorkerProcess, ...]:
-        return (*super()._everyone(), *self._spares.values())
 
 
 class WorkerHandle:

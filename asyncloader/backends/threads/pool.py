@@ -75,9 +75,6 @@ class LocalPool(BasePool[LocalWorker]):
         self.processes.pop(worker, None)
         self.processes[worker] = self._start_one(worker, epoch)
 
-    def prepare(self, worker: int, num_workers: int) -> None:
-        """Start nothing beforehand: threads start at once."""
-
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
         self._epoch = epoch

@@ -136,9 +136,6 @@ class Heard:
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker, process.pid))
 
-    def on_prepared(self, worker: int) -> None:
-        self.told.append(("prepared", worker))
-
     def on_closed(self) -> None:
         self.told.append("closed")
 
@@ -446,14 +443,15 @@ def test_a_handle_is_like_a_process_of_multiprocessing(make: Make) -> None:
 
 
 def test_a_worker_is_renewed(make: Make) -> None:
-    """Another process takes the place of one that has answered everything, and this one finishes."""
+    """Another process takes the place of one that was dismissed, and this one finishes."""
     pool, heard, (first, second) = make()
     first.say(Kind.READY)
     pool.send(0, [(0, [1])])
     first.outcome(left_out(0), 0)
+    pool.dismiss(0, END_GRACE_S)
     pool.add(0, 2)
     other = Played.made[2]
-    assert (pool.processes, first.heard[1:]) == ({0: other, 1: second}, [("end", END_GRACE_S)])
+    assert (pool.processes, first.heard[1:]) == ({1: second, 0: other}, [("end", END_GRACE_S)])
     assert other.epoch == EPOCHS[0]._replace(num_workers=2)
     pool.send(0, [(2, [3])])
     assert tickets_of(other) == [([2], [[3]])]
@@ -464,49 +462,13 @@ def test_a_worker_is_renewed(make: Make) -> None:
     assert pool._heaps.keys() == {second, other}
 
 
-def test_a_worker_stays_where_no_other_can_be_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is as it was; the place of one that has died is free."""
-    pool, heard, (first, second) = make()
+def test_the_place_of_one_that_has_died_is_free_where_no_other_can_be_started(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks for the worker does not find the one that is gone."""
+    pool, _, (first, second) = make()
     monkeypatch.setattr(Played, "refused", 0)
-    with pytest.raises(WorkerStartError, match="no room"):
-        pool.add(0, 2)
-    assert (pool.processes, first.heard, heard.told[2:]) == ({0: first, 1: second}, ["launched"], [])
     first.exit()
     with pytest.raises(WorkerStartError, match="no room"):
         pool.add(0, 2)
     assert pool.processes == {1: second}
-
-
-def test_a_process_is_started_beforehand(make: Make) -> None:
-    """It hears of runs, and takes the place when that is wanted: the one before it finishes."""
-    pool, heard, (first, second) = make()
-    spare: Any = pool.prepare(0, 2)
-    assert pool.prepare(0, 2) is spare
-    pool.begin_epoch(EPOCHS[1])
-    assert pickle.loads(spare.channel.sent[0][1]) == EPOCHS[1]
-    spare.say(Kind.READY)
-    assert (pool.processes, spare.is_ready, heard.told[2:]) == ({0: first, 1: second}, True, [("prepared", 0)])
-    pool.add(0, 2)
-    assert (pool.processes, first.heard[1:]) == ({0: spare, 1: second}, [("end", END_GRACE_S)])
-    spare.exit()
-    assert heard.told[3:] == [("died", 0, spare.pid)]
-
-
-@pytest.mark.parametrize("how", ["died", "dismissed", "end"])
-def test_a_process_that_was_started_beforehand_goes(make: Make, how: str) -> None:
-    """By itself, with its worker or with all: nothing is closed before it is gone."""
-    pool, heard, (first, second) = make()
-    spare: Any = pool.prepare(0, 2)
-    if how == "died":
-        spare.exit()
-        assert pool.prepare(0, 2) is not spare
-    elif how == "dismissed":
-        pool.dismiss(0, 3.0)
-        assert (first.heard[1:], spare.heard[1:]) == ([("end", 3.0)], [("end", 3.0)])
-    else:
-        pool.end(2.5)
-        assert spare.heard[1:] == [("end", 2.5)]
-        for process in (first, second):
-            process.exit(expected=True)
-        assert pool.listener is not None
-    assert heard.told[2:] == [("prepared", 0)] * (how == "died")

@@ -258,9 +258,9 @@ async def test_closed_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     iterator = aiter(DataLoader(Squares(), num_workers=2, multiprocessing_context="forkserver"))
     await asyncio.to_thread(gate.reached.wait, 60)
-    inside.session(iterator).request_close()
+    inside.engine(iterator).request_close()
     get_portal().call(lambda: None).result(60)
-    assert not inside.session(iterator)._closed.is_set()
+    assert not inside.engine(iterator)._closed.is_set()
     gate.open.set()
     await iterator.aclose()
     assert [worker.is_alive() for worker in inside.workers(iterator)] == [False]
@@ -350,7 +350,7 @@ def test_what_the_main_program_defines(way: str, tmp_path: Path) -> None:
 def test_representations(tmp_path: Path) -> None:
     """What a debugger shows: who, where, how far."""
     iterator = iter(DataLoader(Squares(), batch_size=2, num_workers=2))
-    session = inside.session(iterator)
+    session = inside.engine(iterator)
     pids = inside.pids(iterator)
     assert repr(session.pool) == f"<Pool [{', '.join(f'<WorkerProcess {i} pid={pids[i]} RUNNING>' for i in (0, 1))}]>"
     assert repr(session).startswith("<Session OPEN <Scheduler planned=")

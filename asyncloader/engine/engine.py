@@ -1,0 +1,760 @@
+"""The workers of an iterator and the runs that they are at: on the portal's loop, between consumers and a backend.
+
+    consumer thread                               loop thread
+    read the sampler ──> inbox ── wake ────────── planned ──> Scheduler ──> outbox ──> Backend ──> worker
+    take a batch    <── Handoff <── delivered <── Scheduler <── returned, ready <── on_outcome <── worker
+
+Three deciders without I/O say what is done: `Scheduler` about tickets and order, of one run; `Workforce` which workers
+come, go and are renewed; `Recovery` what becomes of those that died or hang. Under "auto", `Controller` says how many
+workers are worth it. The engine tells them what has happened, and carries out what they decide.
+
+Outcomes that come in one turn of the loop are told one by one, and settled together, in its next turn: tickets are
+given out, batches handed over, consumers woken and messages sent once for all of them.
+
+Any thread may call the methods of the first section; all else runs on the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
+from functools import partial
+from time import monotonic, perf_counter
+from typing import Any
+
+from asyncloader.backends.backend import END_GRACE_S, Backend
+from asyncloader.backends.processes.launching import carry_out
+from asyncloader.backends.worker import Worker
+from asyncloader.engine import hang_report
+from asyncloader.engine.actions import Action, Fail, Ticket, Vacate
+from asyncloader.engine.answer import Answer
+from asyncloader.engine.controller import Controller
+from asyncloader.engine.finisher import Finisher
+from asyncloader.engine.hang_report import HangReporter
+from asyncloader.engine.portal import Portal
+from asyncloader.engine.recovery import Overdue, Recovery
+from asyncloader.engine.run import Run
+from asyncloader.engine.taking import Item, failed
+from asyncloader.engine.workforce import Workforce
+from asyncloader.epochs import changed
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
+from asyncloader.machine import available_bytes, total_bytes
+from asyncloader.messages.failure import another, with_notes
+from asyncloader.messages.messages import Kind
+from asyncloader.messages.outcome import Outcome
+from asyncloader.messages.snapshot import Frozen, WorkerStart
+from asyncloader.observe.timing import show_bytes
+from asyncloader.options import Options
+from asyncloader.weak import while_alive
+from asyncloader.worker.guarded_loop import GuardedLoop
+
+log = logging.getLogger("asyncloader")
+
+_MOST_ERRORS = 100
+"""An engine whose end fails so often is abandoned."""
+
+_WORKER_BYTES = 256 << 20
+"""One more worker is started on its own account only where so much memory is left for it, or what the largest takes."""
+
+_consumers: dict[Engine, weakref.ref[object] | None] = {}
+"""The iterators that engines end with, until they begin to close. In a forked child there are none."""
+
+
+class State(enum.Enum):
+    """Where an engine is in its life."""
+
+    NEW = enum.auto()  # workers are not started
+    OPEN = enum.auto()  # batches are made
+    CLOSING = enum.auto()  # workers are ending, nothing is handed over any more
+    CLOSED = enum.auto()  # nothing is left
+
+
+class Engine:
+    """Owner of a pool of workers, for one run over the data or, with persistent workers, for one after the other.
+
+    Args:
+        portal: Where it lives.
+        loop: The portal's, for all that belongs to this engine.
+        pool: The workers, not started yet.
+        run: The first run.
+        options: The options that the workers are started with.
+        finisher: Copies batches into page-locked memory; None where that is not asked.
+        controller: Decides how many workers there are to be; None where the user does.
+        tell: Is told of each number that the controller decides on.
+
+    Attributes:
+        error: Why no more batches are made, if that is no consumer's wish; each consumer is told.
+    """
+
+    def __init__(
+        self,
+        portal: Portal,
+        loop: GuardedLoop,
+        pool: Backend,
+        run: Run,
+        options: Options,
+        finisher: Finisher | None = None,
+        controller: Controller | None = None,
+        tell: Callable[[int], object] = bool,
+    ) -> None:
+        self.portal = portal
+        self._loop = loop
+        self.pool = pool
+        self.state = State.NEW
+        self.pid = os.getpid()
+        self.run = run
+        self._last: Run | None = None  # the run before, if all of it was made; it may still be taken from
+        self._finisher = finisher
+        self.recovery = Recovery(options)
+        self.workforce = Workforce(options)
+        self._controller = controller
+        self._tell = tell
+        self._due = 0.0  # when it is worth looking at the number of workers again; on the clock of outcomes
+        self._next_runs: deque[Run] = deque()
+        self._closed = threading.Event()
+        self.error: BaseException | None = None
+        self._num_errors = 0
+        self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
+        self._is_settling = False  # the loop is about to call `_settle`
+        self._to_start: deque[int] = deque()
+        self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
+        self._heard_at = perf_counter()  # when the last outcome of a worker came
+        self._hangs = HangReporter(pool)
+        self._watch: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.state.name} {self.run.scheduler!r} {self.pool!r}>"
+
+    # -------------------------------------------------------------------------------------------- any thread
+
+    def push(self, run: Run) -> None:
+        """Have another run begin, and what is left of the last one dropped."""
+        self._next_runs.append(run)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the loop look what has come."""
+        try:
+            self.post(self._read_inbox)
+        except BaseException:
+            self.portal.stop_daemon()
+            raise
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Have the loop call something of this engine.
+
+        Raises:
+            LoaderClosedError: if there is no loop any more.
+        """
+        self.portal.post(self._loop.run, function, *args)
+
+    def waker(self) -> Callable[[], None]:
+        """Return `wake` for a run, which must not keep the engine alive."""
+        return while_alive(self.wake, None)
+
+    def close_with(self, consumer: object) -> None:
+        """Begin to close when this is dropped.
+
+        Its last reference may go in any thread, also inside gc. Python runs the handlers of signals where a function
+        begins; what they raise out of the callback of a weak reference is printed and forgotten, and workers would stay
+        for ever. So there is no function of Python in this callback: uvloop's method is compiled.
+        """
+        on_dropped = partial(self._loop.loop.call_soon_threadsafe, self._loop.run, self._on_dropped)
+        _consumers[self] = weakref.ref(consumer, on_dropped)
+
+    def request_close(self) -> None:
+        """Begin to close, and return. An interrupt leaves it undone: to be called again, or the consumer is dropped."""
+        if self.pid == os.getpid() and self.state in (State.NEW, State.OPEN):
+            with contextlib.suppress(LoaderClosedError):
+                self.post(self._close, END_GRACE_S)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has begun to close."""
+        return self.state is State.CLOSING
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Wait until nothing is left. Not on the loop thread."""
+        deadline = time.monotonic() + timeout_s
+        return (
+            self._closed.wait(timeout_s)
+            and self.pool.wait_dead(max(0.0, deadline - time.monotonic()))
+            and (self._finisher is None or self._finisher.join(max(0.0, deadline - time.monotonic())))
+        )
+
+    def report_overdue(self, timeout_s: float) -> Future[BatchTimeoutError | None]:
+        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
+
+        Returns:
+            The error to raise, or None if the batch, or its error, will come after all.
+        """
+        report = Answer[BatchTimeoutError | None]()
+        self._reports.add(report)
+        self.post(self._look_for_overdue, timeout_s, partial(self._answer, report))
+        return report
+
+    # ----------------------------------------------------------------------------------------------- lifecycle
+
+    def start(self) -> None:
+        """Start the workers and begin the first run."""
+        carry_out(self._steps())
+
+    def start_from_here(self) -> None:
+        """Start the workers as `start` does, from the consumer's thread, of which forked workers are copies then.
+
+        They find what belongs to the thread, as workers of torch's loader do: connections to SQLite, thread-locals.
+        """
+        self.portal.launch_here(self._steps())
+
+    def start_apart(self) -> Future[None]:
+        """Start them where that holds up nobody: neither the caller's loop nor, on the portal's, other loaders."""
+        return self.portal.launch_apart(self._steps())
+
+    def _steps(self) -> Generator[Callable[[], None], None, None]:
+        """Start; what is yielded launches a worker, and is to be called before the next step."""
+        try:
+            if self.portal.is_closing:
+                raise exiting()
+            if self.portal.has_ended:
+                raise LoaderClosedError("asyncloader.shutdown() was called")
+            self.pool.listener = self
+            self.portal.sessions.add(self)  # until the pool tells of its end
+            self._loop.on_error = self._on_error
+            self.state = State.OPEN
+            self._watch_consumers()
+            self._read_inbox()  # workers find their tickets waiting, and work while the next ones are started
+            yield from self.pool.start(self.run.epoch, self._settle)
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):  # whoever launched them was interrupted, and has no iterator
+                self._stop(error)
+            self.close_soon(0.0)
+            raise
+
+    def close_soon(self, grace_s: float) -> None:
+        """Tell the workers to end; wake whoever waits."""
+        self._loop.run(self._close, grace_s)
+
+    def _on_dropped(self, consumer: weakref.ref[object]) -> None:
+        self._close(END_GRACE_S)
+
+    def _close(self, grace_s: float) -> None:
+        _consumers.pop(self, None)
+        if self.state is State.CLOSED:
+            return
+        self.state = State.CLOSING
+        with contextlib.ExitStack() as steps:  # from the last one up, and each whatever others raise
+            steps.callback(self.pool.end, grace_s)
+            if self._finisher is not None:
+                steps.callback(self._finisher.stop)
+            steps.callback(self.run.meter.write_trace)
+            steps.callback(self._stop_timers)
+            steps.callback(self._read_inbox)
+            steps.callback(self.run.close)
+            if self._last is not None:
+                steps.callback(self._last.close)
+
+    def _stop_timers(self) -> None:
+        """Replace nobody any more, and look at nobody."""
+        for worker in tuple(self._rests):
+            self._cancel_rest(worker)
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def on_closed(self) -> None:
+        """All workers are gone."""
+        self.portal.sessions.discard(self)
+        self._loop.on_error = None
+        self._closed.set()
+        self.state = State.CLOSED
+
+    def _stop(self, error: BaseException) -> None:
+        """End the run with this error: consumers first take the batches that are ready, then each raises it once."""
+        # A copy, without the frames of whoever starts workers: through them it would keep the iterator alive.
+        self.error = kept = another(error).with_traceback(None)
+        self.run.hand_over()  # batches that have come in this turn of the loop come before the error
+        for run in (self.run, *self._next_runs):
+            run.stop(kept)
+        for report in tuple(self._reports):
+            self._answer(report, None)
+
+    def _on_error(self, error: BaseException) -> None:
+        """Something in here, or in what belongs to it, has failed: end with it, whatever else fails."""
+        self._num_errors += 1
+        is_first = self.error is None and self.state is State.OPEN
+        try:
+            with contextlib.ExitStack() as steps:
+                steps.callback(self._close, END_GRACE_S if is_first else 0.0)
+                if is_first:
+                    steps.callback(self._stop, internal(error))
+                else:  # nobody waits for anything any more
+                    words = "asyncloader has failed while it ended workers: please report this"
+                    steps.callback(log.error, words, exc_info=error)
+        except BaseException:
+            self._num_errors = _MOST_ERRORS
+        if self._num_errors >= _MOST_ERRORS:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Abandon what cannot be ended: kill its workers, and wait for nothing more."""
+        self._loop.close()
+        for worker in self.pool.processes.values():
+            with contextlib.suppress(BaseException):
+                worker.kill()
+        self.on_closed()
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether somebody waits for what workers make: not while they end, nor after they were given up."""
+        return self.state is State.OPEN and self.error is None
+
+    # ------------------------------------------------------------------------------------------- runs and tickets
+
+    def _read_inbox(self) -> None:
+        if self.state is State.NEW:
+            return
+        while self._next_runs:
+            self._begin_run(self._next_runs.popleft())
+        batches, plan_ended = self.run.read_inbox()
+        if not self._is_at_work:
+            return
+        self.run.scheduler.planned(batches)
+        if plan_ended:
+            self.run.scheduler.plan_ended()
+        if not self._is_settling:
+            self._settle()
+
+    def _begin_run(self, run: Run) -> None:
+        """Begin another run with the same workers. Batches of the last one that are not made yet are dropped."""
+        last, self.run = self.run, run
+        self._last = last if last.ended else None
+        last.handoff.wake_all()
+        if self.state is not State.OPEN:
+            if self.error is not None:
+                run.stop(self.error)
+            run.close()
+            return
+        self._carry_over(last)
+        self.pool.begin_epoch(run.epoch)
+        if self._is_at_work:
+            self._fill_places()
+
+    def _carry_over(self, last: Run) -> None:
+        """Note where workers are at the beginning of another run: their datasets are those of the last one."""
+        self.recovery.is_first_run = False
+        if not self.run.is_stream:
+            self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
+        elif last.ends:
+            news = changed(self.run.epoch.epochs, last.epoch.epochs)
+            ends = {worker: WorkerStart(0, state, epochs=news) for worker, state in last.ends.items()}
+            self.run.begin_at({**(self.run.epoch.starts or {}), **ends})
+
+    def _fill_places(self) -> None:
+        """Have workers that have no process get one, and those go that are not wanted: a run has begun."""
+        run, processes = self.run, self.pool.processes
+        without_process = {*self._rests, *self.recovery.take_vacant()}
+        for worker in without_process:
+            self._cancel_rest(worker)
+            if (process := processes.get(worker)) is not None:
+                self._carry_out(self.recovery.fill(process, run.start_of(worker)))
+            elif run.scheduler.roster.takes(worker):
+                self._replace(worker)
+            elif self.workforce.is_coming(worker):
+                self._start(worker)  # there was no room for it: it is not waited for any longer
+        if self._controller is not None:
+            self._controller.begin_run()
+        self._due = 0.0
+        self._carry_out(self.workforce.settle(run.scheduler.roster, processes))
+        self._renew_grown()
+
+    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
+        """The outcome of a ticket has come, and began to be read at this time."""
+        if self.state is not State.OPEN or self.error is not None:
+            return
+        self._heard_at = arrived_at
+        self.recovery.reset()
+        if outcome.kind == Kind.EXHAUSTED:
+            if isinstance(outcome.snapshot, Frozen):
+                self.run.ends[worker] = outcome.snapshot
+            self.run.scheduler.exhausted(worker)
+        elif outcome.kind == Kind.REFUSED:
+            self._refuse(worker, outcome.record.ticket, outcome.error.rebuild(None), "cannot be unpickled in")
+        else:
+            self._made(worker, outcome, arrived_at)
+        # What is left when the plan has ended is not worth a new process: the next run begins with that.
+        if self.workforce.has_grown(worker, outcome.record.private_bytes) and not self.run.plan_ended:
+            self._renew_grown()
+        if arrived_at >= self._due:
+            self._look_how_many(arrived_at)
+        self._settle_soon()
+
+    def _made(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
+        """Take what a worker has made of a ticket."""
+        run, record = self.run, outcome.record
+        ticket = run.scheduler.returned(worker, record.ticket, record.busy_s, record.wait_s)
+        times: Any = None
+        if outcome.kind == Kind.BATCH:
+            times = run.meter.made(worker, record, ticket.sent_at, arrived_at, max(outcome.nbytes, 0), ticket.batch)
+        elif outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
+            keys = None if run.is_stream else run.named(ticket).keys  # a stream has no indices
+            outcome = outcome._replace(error=outcome.error.rebuild(keys))
+        item = Item(outcome, ticket.batch, worker, times)
+        if run.tracks:
+            item = run.answered(item, ticket)
+        self._came(ticket, item)
+
+    def _came(self, ticket: Ticket, item: Item) -> None:
+        """Have the outcome of a ticket handed over when its turn has come; a batch may have to be pinned before."""
+        run, outcome = self.run, item.outcome
+        if outcome.kind != Kind.BATCH:
+            if outcome.kind == Kind.LEFT_OUT:
+                run.faults.left_out.append(run.named(ticket).keys)
+            run.scheduler.ready(item.batch, item)
+        elif self._finisher is None:
+            run.scheduler.ready(item.batch, item, outcome.nbytes)
+        else:
+            emptied = item._replace(outcome=outcome._replace(data=None))
+            self._finisher.finish([outcome], partial(self._on_finished, run, emptied))
+
+    def _on_finished(
+        self, run: Run, item: Item, outcome: Outcome | None, error: BaseException | None, seconds: float
+    ) -> None:
+        """Take a batch that was pinned beside the loop; ``item`` is without its data."""
+        if run is not self.run or self.state is not State.OPEN:
+            return
+        run.meter.pinned(item.times, seconds)
+        if outcome is None:
+            outcome = item.outcome._replace(kind=Kind.FAILURE, error=error)
+        run.scheduler.ready(item.batch, item._replace(outcome=outcome), outcome.nbytes)
+        self._settle_soon()
+
+    def _refuse(self, worker: int, number: int, error: Exception, why: str = "cannot be sent to") -> None:
+        """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""
+        ticket = self.run.scheduler.returned(worker, number)
+        names = describe_keys(self.run.named(ticket).keys)
+        with_notes(error, [f"The sampler yielded {names}, which {why} a worker process."])
+        self._came(ticket, failed(error, ticket.batch))
+
+    def _settle_soon(self) -> None:
+        """Settle in the loop's next turn: what else comes in this one is settled with it."""
+        if not self._is_settling:
+            self._is_settling = True
+            self._loop.call_soon(self._settle)
+
+    def _settle(self) -> None:
+        """Have tickets given out and sent, and batches handed over, for all that has happened since the last time."""
+        self._is_settling = False
+        run = self.run
+        while actions := run.scheduler.assign():
+            self._carry_out(actions)
+        if run.scheduler.delivered:
+            run.hand_over()
+        run.follow()
+        if run.scheduler.outbox and self.error is None:
+            self._send()
+
+    def _send(self) -> None:
+        """Give workers their tickets, one message for each; what is for one that is not started yet waits."""
+        run, places, most = self.run, self.pool.processes, self.workforce.most_in_hand
+        outbox, in_flight, now = run.scheduler.outbox, run.scheduler.in_flight, perf_counter()
+        for worker, tickets in tuple(outbox.items()):
+            for ticket in tickets:
+                ticket.sent_at = ticket.sent_at or now
+            if (place := places.get(worker)) is None or not place.is_alive:
+                continue
+            room = len(tickets) if most is None else max(0, most - (len(in_flight[worker]) - len(tickets)))
+            if room < len(tickets):
+                outbox[worker] = tickets[room:]
+            else:
+                del outbox[worker]
+            if contents := [run.given(worker, ticket) for ticket in tickets[:room]]:
+                for number, error in self.pool.send(worker, contents):
+                    self._refuse(worker, number, error)
+                    self._settle_soon()
+
+    # ----------------------------------------------------------------------------------------------- their workers
+
+    def on_ready(self, worker: int) -> None:
+        """A worker has opened the dataset."""
+        self.recovery.ready(worker)
+        if self._is_at_work:
+            self._carry_out(self.workforce.ready(worker, self.run.scheduler.roster))
+            self._settle()
+
+    def on_died(self, worker: int, process: Worker) -> None:
+        """A worker's process ended on its own."""
+        if self._is_at_work:
+            decided = self.recovery.died(
+                process,
+                self.run.start_of(worker),
+                is_active=worker in self.run.scheduler.active,
+                is_coming=self.workforce.is_coming(worker),
+                is_alone=self._is_alone(),
+            )
+            self._carry_out(decided)
+            self._settle()
+
+    def on_failed(self, error: Exception) -> None:
+        """No worker can be had any more."""
+        if self._is_at_work:
+            self._give_up(error)
+
+    def resize(self, num_workers: int) -> None:
+        """Have so many workers from now on: nobody looks after their number any more."""
+        self._controller = None
+        self._want(num_workers)
+
+    def _want(self, num_workers: int) -> None:
+        self.workforce.want(num_workers)
+        self.recovery.num_workers = num_workers
+        if self._is_at_work:
+            self._carry_out(self.workforce.settle(self.run.scheduler.roster, self.pool.processes))
+            self._settle()
+
+    def _look_how_many(self, now: float) -> None:
+        """Have as many workers as are worth it, if that looks after itself."""
+        if (controller := self._controller) is None:
+            self._due = math.inf
+            return
+        if now >= controller.due:
+            run, here, before = self.run, len(self.workforce.wanted), controller.num_workers
+            stats = run.meter.stats()
+            controller.observe(now, run.scheduler.roster.num_takers, stats)
+            if (more := controller.num_workers - here) > 0:
+                each = max([_WORKER_BYTES, *(worker.private_bytes for worker in stats.workers.each)])
+                room = available_bytes() - total_bytes() // 20
+                if room < more * each:
+                    controller.limit(here + max(0, room // each))
+            if (wanted := controller.num_workers) != before:
+                log.info('num_workers="auto": %d in place of %d: %s', wanted, before, controller.reason)
+                self._want(wanted)
+                self._tell(wanted)
+        self._due = controller.due
+
+    def _renew_grown(self) -> None:
+        """Have workers leave that have grown too large: others take their places."""
+        scheduler = self.run.scheduler
+        for worker, private_bytes in self.workforce.grown.items():
+            if scheduler.roster.takes(worker):
+                log.info("worker %d is renewed: it has %s to itself", worker, show_bytes(private_bytes))
+                scheduler.leaving(worker)
+
+    # --------------------------------------------------------------------------------------------------- actions
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Fail():
+                    self._fail(action)
+                case Vacate():
+                    self._vacate(action)
+                case "start", worker:
+                    self._start(worker)
+                case "join", worker:
+                    self.run.scheduler.joined(worker)
+                case "leave", worker:
+                    self._leave(worker)
+                case "dismiss", worker:
+                    self._dismiss(worker)
+                case "replace", worker:
+                    self._replace(worker)
+                case "discard", worker:
+                    self.pool.discard(worker)
+                case "postpone", worker, rest_s:
+                    self._postpone(worker, rest_s)
+                case "give up", error:
+                    self._give_up(error)
+                case _:
+                    raise AssertionError(action)
+
+    def _fail(self, action: Fail) -> None:
+        """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
+        named = {ticket.batch: self.run.named(ticket) for ticket in action.tickets}
+        error = action.cause(list(named.values()))
+        if action.at_once:
+            self.run.raise_first(error)
+            return
+        (ticket,) = action.tickets
+        item = failed(error, ticket.batch)
+        if action.leave_out:
+            log.warning("The batch with the indices %s is left out: %s", describe_keys(named[ticket.batch].keys), error)
+            item = Item(Outcome(Kind.LEFT_OUT), ticket.batch)
+        self._came(ticket, item)
+
+    def _vacate(self, action: Vacate) -> None:
+        """Tell the scheduler of a worker that was lost; another comes at once, or later."""
+        run, worker = self.run, action.worker
+        run.forget_given(worker)
+        actions = run.scheduler.vacated(action)
+        if worker in run.scheduler.resting:
+            self._rest(worker, action.rest_s)
+        run.faults.timeouts += action.hung
+        self._carry_out(actions)
+
+    def _give_up(self, error: Exception) -> None:
+        self._read_inbox()
+        if lost := self.run.scheduler.stopped():
+            count, keys = len({ticket.batch for ticket in lost}), describe_keys(self.run.named(lost[0]).keys)
+            error.add_note(f"{count} batches that were planned are lost; the first has the indices {keys}.")
+        self._stop(error)
+        self._loop.call_soon(self._close, END_GRACE_S)
+
+    def _start(self, worker: int) -> None:
+        """Start one more worker; one in each turn of the loop, which a fork holds up."""
+        self._to_start.append(worker)
+        if len(self._to_start) == 1:
+            self._loop.call_soon(self._start_next)
+
+    def _start_next(self) -> None:
+        worker = self._to_start[0]  # to the end: what else is to be started meanwhile waits for this one
+        # Meanwhile it may not be wanted any more.
+        if self._is_at_work and worker in self.workforce.wanted and worker not in self.pool.processes:
+            self._launch(worker)
+            self._settle()  # a run may have begun with it
+        self._to_start.popleft()
+        if self._to_start:
+            self._loop.call_soon(self._start_next)
+
+    def _leave(self, worker: int) -> None:
+        """Have a worker leave; one that was not started yet leaves what it was to get."""
+        if worker in self.pool.processes:
+            self.run.scheduler.leaving(worker)
+        else:
+            self.run.scheduler.lost(worker)
+
+    def _dismiss(self, worker: int) -> None:
+        """Let a worker go that has nothing in hand. If it is wanted, it was too large: another takes its place."""
+        self._cancel_rest(worker)
+        self.pool.dismiss(worker, END_GRACE_S)
+        if worker in self.workforce.wanted:
+            self.run.meter.renewed(worker)
+            self.workforce.comes_later(worker)
+            self._start(worker)
+
+    def _replace(self, worker: int) -> None:
+        """Put another in the place of a worker that was lost."""
+        run = self.run
+        if not self._is_at_work:
+            return
+        if run.epoch.starts is not None:
+            run.epoch.starts[worker] = run.tracks[worker].start
+        if self._launch(worker):
+            run.faults.replacements += 1
+
+    def _launch(self, worker: int) -> bool:
+        """Start a process under this id now or, if the system has no room for it, later; whether it is there."""
+        try:
+            self.pool.add(worker, len(self.workforce.wanted))
+        except Exception as error:
+            self._loop.call_soon(self._not_launched, worker, error)  # after what else was decided with this
+            return False
+        self.workforce.reset(worker)
+        return True
+
+    def _not_launched(self, worker: int, error: Exception) -> None:
+        process = self.pool.processes.get(worker)  # the one that died, if the launch failed before all else
+        if not self._is_at_work or (process is not None and process.is_alive):
+            return
+        is_active = worker in self.run.scheduler.active
+        decided = self.recovery.not_launched(worker, error, is_active=is_active, is_alone=self._is_alone())
+        self._carry_out(decided)
+        self._settle()
+
+    def _is_alone(self) -> bool:
+        """Whether no worker is there that takes tickets."""
+        takes = self.run.scheduler.roster.takes
+        return not any(process.is_alive and takes(worker) for worker, process in self.pool.processes.items())
+
+    def _postpone(self, worker: int, rest_s: float) -> None:
+        """Go on without a worker that there is no room for now, or that may find none."""
+        self._cancel_rest(worker)
+        self.pool.dismiss(worker, 0.0)
+        self.run.scheduler.lost(worker)
+        if worker in self.workforce.wanted:
+            self.workforce.comes_later(worker)
+            self._rest(worker, rest_s)
+
+    def _rest(self, worker: int, rest_s: float) -> None:
+        """Have a worker get its next process later."""
+        self._rests[worker] = self._loop.call_later(rest_s, self._end_rest, worker)
+
+    def _end_rest(self, worker: int) -> None:
+        del self._rests[worker]
+        if self.workforce.is_coming(worker):
+            self._start(worker)
+        else:
+            self._replace(worker)
+            self.run.scheduler.rested(worker)
+            self._settle()
+
+    def _cancel_rest(self, worker: int) -> None:
+        """Wait no longer with the next process of a worker."""
+        if (timer := self._rests.pop(worker, None)) is not None:
+            timer.cancel()
+
+    # ----------------------------------------------------------------------------------------- waits that are long
+
+    def _watch_consumers(self) -> None:
+        """Look every so often whether a consumer waits for too long."""
+        self._watch = self._loop.call_later(hang_report.LOOK_S, self._watch_consumers)
+        self._hangs.look(self.run)
+
+    def _look_for_overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
+        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
+
+        Args:
+            timeout_s: How long it was waited for. Seconds.
+            tell: Is given the error to raise, or None if the batch, or its error, will come after all.
+        """
+        run, processes = self.run, self.pool.processes
+        if self.error is not None:
+            tell(None)
+            return
+        ticket = run.scheduler.awaited()
+        process = None if ticket is None else processes.get(ticket.worker)
+        if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being pinned
+            is_anybody_there = any(each.is_alive for each in processes.values())
+            silent_s = perf_counter() - self._heard_at
+            waits_on = bool(run.scheduler.resting) or self.recovery.waits_on(
+                timeout_s, silent_s, is_anybody_there=is_anybody_there
+            )
+            why = "its keys have not arrived" if run.awaits_keys else ""
+            tell(None if waits_on else timed_out(timeout_s, why=why))
+            return
+        process.ask_stack(ticket.batch, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
+
+    def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
+        run, worker = self.run, ticket.worker
+        has_ticket = run.scheduler.in_flight.get(worker, {}).get(ticket.batch) is ticket
+        is_there, age_s = self.pool.processes.get(worker) is process, monotonic() - process.started_at
+        is_held = has_ticket and is_there
+        found = Overdue(timeout_s, run.named(ticket), process, stack, age_s, is_held, self._is_at_work)
+        decided = self.recovery.overdue(found, run.start_of(worker))
+        if isinstance(decided, BatchTimeoutError):
+            return decided
+        self._carry_out(decided)
+        self._settle()
+        return None
+
+    def _answer(self, report: Future[BatchTimeoutError | None], error: BatchTimeoutError | None) -> None:
+        self._reports.discard(report)
+        if not report.done():
+            report.set_result(error)
+
+
+def _forget_consumers() -> None:
+    """In a forked child: what is dropped here closes nothing, and engines, which are the parent's, stay."""
+    for engine in _consumers:
+        _consumers[engine] = None
+
+
+os.register_at_fork(after_in_child=_forget_consumers)

@@ -1,0 +1,287 @@
+"""The engine by hand: what it sends, starts and hands over, with workers of which nothing is there but their ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
+from asyncloader.engine.actions import Vacate
+from asyncloader.engine.engine import Engine, State
+from asyncloader.engine.error_limit import ErrorLimit
+from asyncloader.engine.progress import Progress
+from asyncloader.engine.run import Run
+from asyncloader.engine.scheduler import Scheduler
+from asyncloader.errors import WorkerStartError
+from asyncloader.messages.messages import EpochSpec, Kind
+from asyncloader.messages.outcome import NO_RECORD, Outcome
+from asyncloader.messages.tickets import TicketPickler, pickle_tickets
+from asyncloader.observe.faults import Faults
+from asyncloader.observe.meter import Meter
+from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import deciders, inside
+from tests.patience import until
+
+
+class Pool:
+    """Workers that answer nothing. What they are sent is pickled, as for processes."""
+
+    listener: Any = None
+
+    def __init__(self, num_workers: int) -> None:
+        self.added: list[int] = []
+        self.dismissed: list[int] = []
+        self.sent: list[tuple[int, list[int]]] = []  # one entry for each message
+        self.is_broken = False
+        self.processes: dict[int, Any] = {}
+        for worker in range(num_workers):
+            self.come(worker)
+
+    def come(self, worker: int) -> None:
+        """Have a worker be there."""
+        self.processes[worker] = SimpleNamespace(is_alive=True, is_ready=True)
+
+    def add(self, worker: int, num_workers: int) -> None:
+        self.added.append(worker)
+        self.come(worker)
+
+    def dismiss(self, worker: int, grace_s: float) -> None:
+        self.dismissed.append(worker)
+        self.processes.pop(worker, None)
+
+    def begin_epoch(self, epoch: EpochSpec) -> None: ...
+
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Any:
+        pickled, refused = pickle_tickets(tickets, TicketPickler())
+        self.sent.append((worker, [batch for batch, _ in pickled]))
+        if self.is_broken:
+            raise ValueError("behind the first of them")
+        return refused
+
+
+class Timers(GuardedLoop):
+    """A loop whose timers can be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self.timers: list[asyncio.TimerHandle] = []
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        self.timers.append(super().call_later(delay_s, callback, *args))
+        return self.timers[-1]
+
+
+class Driven:
+    """An engine of two workers that is open, and its run.
+
+    Args:
+        there: How many workers are there from the beginning.
+        chosen: Options.
+    """
+
+    def __init__(self, *, there: int = 2, **chosen: Any) -> None:
+        self.pool, self.loop = Pool(there), Timers()
+        self.options = deciders.options(on_timeout="retry", on_crash="retry", max_buffered_bytes=0, **chosen)
+        self.run = self.make_run()
+        portal: Any = SimpleNamespace(sessions=set())
+        self.engine = Engine(portal, self.loop, self.pool, self.run, self.options)  # type: ignore[arg-type]
+        self.engine.state = State.OPEN
+        self.failed: list[BaseException] = []
+        self.loop.on_error = self.failed.append
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler of the run that is going on."""
+        return self.engine.run.scheduler
+
+    def make_run(self) -> Run:
+        """Return a run of a hundred batches."""
+        settings = inside.options(DataLoader(range(100), 1))  # type: ignore[arg-type]
+        progress, faults = Progress(0), Faults()
+        meter, limit = Meter(0, 2, 4, faults), ErrorLimit(settings, progress, faults)
+        scheduler = Scheduler(self.options)
+        return Run(
+            settings, scheduler, EpochSpec(1, (0, 0, 0)), meter, iter([[n] for n in range(100)]), progress, limit
+        )
+
+    def plan(self, *keys: Any) -> None:
+        """Have these keys be read, and the loop look at them."""
+        self.engine.run.inbox.extend(keys)
+        self.engine._read_inbox()
+
+    def answer(self, worker: int, batch: int, private_bytes: int = 0) -> None:
+        """Have a worker come to a batch."""
+        record = NO_RECORD._replace(ticket=batch, private_bytes=private_bytes)
+        self.engine.on_outcome(worker, Outcome(Kind.BATCH, record, f"batch {batch}", nbytes=10), 0.0)
+
+    def take(self) -> Any:
+        """Return what a consumer finds; None if nothing is ready."""
+        if not (ready := self.engine.run.handoff.ready):
+            return None
+        batch, error = ready.popleft().open()
+        return batch if error is None else error
+
+
+def tries(driven: Driven, worker: int) -> dict[int, int]:
+    """Return how often each ticket of a worker was tried."""
+    return {batch: ticket.tries for batch, ticket in driven.scheduler.in_flight[worker].items()}
+
+
+# ------------------------------------------------------------------------------------------------ tickets and batches
+
+
+async def test_outcomes_of_one_turn_of_the_loop_are_settled_together() -> None:
+    """One message for each worker, and batches in order."""
+    driven = Driven()
+    driven.plan(*([number] for number in range(4)))
+    assert driven.pool.sent == [(0, [0, 2]), (1, [1, 3])]
+    for batch in (2, 0, 1):
+        driven.answer(batch % 2, batch)
+    assert driven.take() is None
+    await asyncio.sleep(0)
+    assert [driven.take() for _ in range(4)] == ["batch 0", "batch 1", "batch 2", None]
+    driven.answer(1, 3)
+    driven.plan([4], [5], [6])  # is settled with that
+    assert len(driven.pool.sent) == 2
+    await asyncio.sleep(0)
+    assert driven.pool.sent[2:] == [(0, [4, 6]), (1, [5])]
+
+
+async def test_batches_that_have_come_are_handed_over_before_an_error() -> None:
+    """The worker dies in the turn in which it has answered, and no other can be had."""
+    driven = Driven(num_at_start=1)
+    driven.plan([0], [1])
+    driven.answer(0, 0)
+    driven.engine.on_failed(WorkerStartError("no more"))
+    assert driven.take() == "batch 0"
+    assert driven.take() is None
+    with pytest.raises(WorkerStartError, match="no more"):
+        driven.run.check()
+
+
+async def test_a_run_is_not_over_before_its_last_batch_is_handed_over() -> None:
+    """Consumers may look at any moment."""
+    driven = Driven(num_at_start=1)
+    driven.run.plan_ended = True
+    driven.plan([0])
+    driven.answer(0, 0)
+    assert not driven.run.ended
+    await asyncio.sleep(0)
+    assert driven.run.ended
+    assert len(driven.run.handoff.ready) == 1
+
+
+async def test_keys_that_cannot_be_pickled_are_refused_alone() -> None:
+    """The others are sent; the error stands in the place of the batch, and says what the keys were."""
+    driven = Driven(num_at_start=1, prefetch=3)
+    driven.plan([0], [lambda: 0], [2])
+    assert driven.pool.sent == [(0, [0, 2])]
+    driven.answer(0, 0)
+    await asyncio.sleep(0)
+    assert driven.take() == "batch 0"
+    assert any("cannot be sent to a worker process" in note for note in driven.take().__notes__)
+
+
+async def test_what_fails_after_that_is_nobodys_keys() -> None:
+    """Tickets may be on their way: they are neither refused nor sent again."""
+    driven = Driven(num_at_start=1)
+    driven.pool.is_broken = True
+    with pytest.raises(ValueError, match="behind"):
+        driven.plan([0], [1])
+    assert not driven.scheduler.outbox
+    assert set(driven.scheduler.in_flight[0]) == {0, 1}
+
+
+async def test_what_is_for_a_worker_that_has_died_waits_for_its_successor() -> None:
+    """More may be planned between a death and what is decided about it."""
+    driven = Driven(num_at_start=1)
+    driven.pool.processes[0].is_alive = False
+    driven.plan([0])
+    driven.plan([1])
+    assert driven.pool.sent == []
+    driven.pool.come(0)
+    driven.engine.on_ready(0)
+    assert driven.pool.sent == [(0, [0, 1])]
+
+
+async def test_a_worker_whose_memory_is_bounded_has_few_tickets_in_hand() -> None:
+    """What it has it finishes, however it grows by that. The others follow in order, one for each answer."""
+    driven = Driven(num_at_start=1, max_worker_memory=1 << 30, prefetch=2, scheduling="dynamic")
+    driven.plan(*([number] for number in range(5)))
+    for answered in range(5):
+        assert [batch for _, batches in driven.pool.sent for batch in batches] == [*range(min(answered + 2, 5))]
+        driven.answer(0, answered)
+        await asyncio.sleep(0)
+    assert not driven.scheduler.outbox
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+async def test_others_do_what_a_worker_had_that_is_lost_with_its_machine() -> None:
+    """No ticket is blamed, and the worker is started again when there is room; until then nothing waits for it."""
+    driven = Driven()
+    driven.plan(*([number] for number in range(4)))
+    lost: Any = SimpleNamespace(
+        worker_id=1, is_lost=True, is_ready=True, was_set_up=True, pid=7, exitcode=None, output=b"", is_alive=False
+    )
+    driven.pool.processes[1] = lost
+    driven.engine.on_died(1, lost)
+    assert driven.pool.dismissed == [1]
+    assert tries(driven, 0) == dict.fromkeys(range(4), 0)
+    assert driven.scheduler.active == {0}
+    assert driven.engine.workforce.is_coming(1)
+    await until(lambda: driven.pool.added)
+    assert driven.pool.added == [1]
+    driven.scheduler.validate()
+
+
+async def test_what_was_not_sent_to_a_worker_is_not_blamed_for_its_end() -> None:
+    """It has waited for the next process."""
+    driven = Driven()
+    driven.plan([0], [1])
+    driven.pool.processes[1].is_alive = False
+    driven.plan([2], [3])
+    driven.engine._carry_out([Vacate(1, lambda tickets: RuntimeError())])
+    assert tries(driven, 1) == {}
+    driven.engine._settle()
+    assert tries(driven, 1) == {1: 1, 3: 0}
+
+
+async def test_a_worker_that_there_was_no_room_for_is_started_with_the_next_run() -> None:
+    """Whatever the run was made for: nothing waits for it any longer."""
+    driven = Driven()
+    driven.engine.workforce.want(3)
+    driven.engine._carry_out([("postpone", 2, 1000.0)])
+    assert driven.pool.added == []
+    driven.engine.push = driven.engine._next_runs.append  # type: ignore[method-assign]
+    driven.engine.push(driven.make_run())
+    driven.engine._read_inbox()
+    await until(lambda: driven.pool.added)
+    assert [timer.cancelled() for timer in driven.loop.timers] == [True]
+    assert driven.pool.added == [2]
+
+
+async def test_a_worker_that_has_grown_leaves_and_another_takes_its_place() -> None:
+    """When it has answered what it has; until that joins, the others do its work."""
+    driven = Driven(max_worker_memory=100)
+    driven.plan(*([number] for number in range(4)))
+    driven.answer(1, 1, private_bytes=90)
+    driven.answer(0, 0, private_bytes=101)  # its first: it needs that
+    driven.answer(1, 3, private_bytes=101)
+    driven.plan([4], [5])
+    await asyncio.sleep(0)
+    assert driven.pool.dismissed == [1]
+    assert driven.scheduler.active == {0}
+    await until(lambda: driven.pool.added)
+    assert driven.pool.added == [1]
+    assert not driven.scheduler.roster.takes(1)
+    driven.engine.on_ready(1)
+    driven.plan([6])
+    assert driven.pool.sent[-1] == (1, [6])
+    assert driven.run.meter.stats().workers.renewals == 1
+    assert not driven.failed
