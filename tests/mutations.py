@@ -198,13 +198,6 @@ MUTATIONS = (
         "worker/test_overlap_loop.py seeding/test_samples.py",
     ),
     Mutation(
-        "a concatenation is gathered though one part cannot be",
-        "worker/gather.py",
-        "return all(map(is_in_memory, dataset.datasets))",
-        "return any(map(is_in_memory, dataset.datasets))",
-        "worker/test_gather.py",
-    ),
-    Mutation(
         "if fewer workers are wanted, the first ones leave instead of the last",
         "engine/workforce.py",
         "sorted(self.wanted)[num_workers:]",
@@ -357,13 +350,6 @@ MUTATIONS = (
         "(padded[by_length][np.cumsum(sizes) - sizes] * sizes)",
         "(padded[by_length][np.cumsum(sizes) - 1] * sizes)",
         "samplers/test_length_batches.py",
-    ),
-    Mutation(
-        "the first row of a part is looked up in the part before",
-        "worker/gather.py",
-        'ends.searchsorted(numbers, side="right")',
-        'ends.searchsorted(numbers, side="left")',
-        "worker/test_gather.py",
     ),
     Mutation(
         "a file of tokens that was changed while it was read is taken as it is",

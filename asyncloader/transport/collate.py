@@ -20,7 +20,7 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
 from asyncloader.transport.tensors import INLINE_MAX, Array, held, numpy_dtypes
-from asyncloader.transport.whole import Source, Whole
+from asyncloader.transport.whole import Whole
 
 Allocate = Callable[[int], memoryview | None]
 Map = dict[Any, Callable[..., Any]]
@@ -141,19 +141,17 @@ class Stacker:
         ours = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) == self.tensors
         if not ours or not _are_alike(batch):
             return torch_collate.collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)
-        out = self._array((len(batch), *first.shape), first.dtype, first.nbytes * len(batch))
+        nbytes = first.nbytes * len(batch)
+        memory = self._allocate(nbytes) if nbytes > self._min_bytes else None
+        out = np.ndarray((len(batch), *first.shape), first.dtype, memory)  # allocates without memory
         # half the time of numpy.stack and a seventh of that of 256 small tensors made of arrays
         np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))
         return held(torch.from_numpy(out), out)
 
-    def rows(self, source: Source, numbers: NDArray[np.int64]) -> torch.Tensor:
-        """Gather rows of a tensor or an array, which are in range."""
+    def rows(self, source: torch.Tensor, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """Gather rows of a tensor, which are in range."""
         shape = (len(numbers), *source.shape[1:])
         nbytes = source.nbytes // source.shape[0] * len(numbers)
-        if isinstance(source, np.ndarray):
-            gathered = self._array(shape, source.dtype, nbytes)
-            np.take(source, numbers, 0, gathered, "clip")  # with "raise" numpy would gather in a buffer
-            return held(torch.from_numpy(gathered), gathered)
         index = torch.from_numpy(numbers)
         if source.device.type != "cpu":
             return source.index_select(0, index.to(source.device))
@@ -161,10 +159,6 @@ class Stacker:
             return source.index_select(0, index)
         out = held(torch.frombuffer(memory, dtype=source.dtype), memory).view(shape)
         return torch.index_select(source, 0, index, out=out)
-
-    def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> Array:
-        memory = self._allocate(nbytes) if nbytes > self._min_bytes else None
-        return np.ndarray(shape, dtype, memory)  # allocates without one
 
     def _may_allocate(self, batch: Tensors) -> bool:
         first = batch[0]

@@ -1,44 +1,33 @@
 """Batches that are fetched as a whole, and not sample by sample, where the dataset allows it.
 
-A dataset with ``collated = True`` says that its ``__getitems__`` returns a batch. In data that are in memory the rows
-of a batch are found all at once:
+A dataset with ``collated = True`` says that its ``__getitems__`` returns a batch. Of a `TensorDataset`, also through
+`Subset` (`random_split`), the rows of a batch are found all at once.
 
-    TensorDataset                                its rows
-    Subset (random_split) of one of these        the rows that its indices name
-    ConcatDataset of some                        those of each, and how they lie in the batch
-    StackDataset of all these                    those of each, in a tuple or a dict
-
-Nothing is remembered from batch to batch, so whoever changes tensors, indices or lists of datasets between two batches
-gets what torch would give. All other cases are fetched sample by sample, as torch does: keys that are no whole numbers,
-or out of range, tensors that require grad, subclasses with methods of their own. Each such sample then raises, or is
-skipped, as it would have been.
+Nothing is remembered from batch to batch, so whoever changes tensors or indices between two batches gets what torch
+would give. All other cases are fetched sample by sample, as torch does: keys that are no whole numbers, or out of
+range, tensors that require grad, several datasets in one, subclasses with methods of their own. Each such sample then
+raises, or is skipped, as it would have been.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from asyncloader.messages.indices import Indices, Numbers
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, is_collated, seeds_samples
 from asyncloader.transport.collate import is_default, stacks_tuples
-from asyncloader.transport.whole import Column, Source, Tree, Whole, ready, rows_in_memory
+from asyncloader.transport.whole import Whole, ready, rows_in_memory
 
 Array = NDArray[np.int64]
-_Piece: TypeAlias = "tuple[Sequence[Source], Array, Array | None]"
-"""Rows of one dataset: its tensors or arrays, the numbers of the rows, and their places in the batch."""
 
-_METHODS = {
-    kind: (kind.__getitem__, getattr(kind, "__getitems__", None))
-    for kind in (TensorDataset, Subset, ConcatDataset, StackDataset)
-}
+_METHODS = {kind: (kind.__getitem__, getattr(kind, "__getitems__", None)) for kind in (TensorDataset, Subset)}
 _WHOLE_NUMBERS = frozenset({int, np.int64, np.int32, np.int16, np.int8, np.uint32, np.uint16, np.uint8})
 
 
@@ -82,22 +71,24 @@ def gathers(dataset: Any, auto_collation: bool, collate_fn: Any) -> bool:
 def is_in_memory(dataset: Any) -> bool:
     """Whether batches of a dataset may be found as a whole, by what it is made of."""
     kind = _kind(dataset)
-    if kind is Subset:
-        return is_in_memory(dataset.dataset)
-    if kind is ConcatDataset:
-        return all(map(is_in_memory, dataset.datasets))
-    if kind is StackDataset:
-        parts = dataset.datasets
-        return all(map(is_in_memory, parts.values() if type(parts) is dict else parts))
-    return kind is not None
+    return kind is TensorDataset or (kind is Subset and is_in_memory(dataset.dataset))
 
 
 def rows_of(dataset: Any, keys: Any) -> Whole | None:
     """Return the rows of a batch; None if it is to be fetched sample by sample."""
     try:
-        return rows_in_memory(_tree(dataset, keys), len(keys)) if len(keys) else None
+        while (kind := _kind(dataset)) is Subset:
+            dataset, keys = dataset.dataset, _picked(dataset.indices, keys)
+        if kind is None or not len(keys):
+            return None
+        tensors = dataset.tensors
+        length = len(tensors[0])
+        numbers = _numbers(keys, length)
+        if all(len(tensor) == length and _is_plain(tensor) for tensor in tensors):
+            return rows_in_memory(tensors, numbers)
     except Exception:  # what it is about is raised by its sample
-        return None
+        pass
+    return None
 
 
 def _kind(dataset: Any) -> Any:
@@ -112,70 +103,6 @@ def _has_methods(dataset: Any, getitem: Any, getitems: Any) -> bool:
     own = getattr(dataset, "__getitems__", None)
     is_same = not own if getitems is None else getattr(own, "__func__", None) is getitems
     return is_same and type(dataset).__getitem__ is getitem
-
-
-def _tree(dataset: Any, keys: Any) -> Tree:
-    """Return the columns of a batch; of stacked datasets those of each, as their samples are put together.
-
-    Raises:
-        LookupError: the samples have to be fetched one by one.
-    """
-    kind = _kind(dataset)
-    if kind is Subset:
-        return _tree(dataset.dataset, _picked(dataset.indices, keys))
-    if kind is not StackDataset:
-        return _columns([*_pieces(dataset, keys)])
-    members = dataset.datasets
-    if type(members) is dict:
-        return {name: _tree(member, keys) for name, member in members.items()}
-    if type(members) is tuple:
-        return tuple(_tree(member, keys) for member in members)
-    raise LookupError
-
-
-def _pieces(dataset: Any, keys: Any, places: Array | None = None) -> Iterator[_Piece]:
-    """Yield the rows of each dataset that holds some of a batch.
-
-    Args:
-        dataset: The rows of it, or of the parts it is made of.
-        keys: The keys of the samples.
-        places: The places of these samples in the batch; None for the whole batch.
-    """
-    kind = _kind(dataset)
-    if kind is Subset:
-        yield from _pieces(dataset.dataset, _picked(dataset.indices, keys), places)
-    elif kind is ConcatDataset:
-        numbers, ends = _numbers(keys, len(dataset)), np.array(dataset.cumulative_sizes)
-        parts = ends.searchsorted(numbers, side="right")
-        by_part = parts.argsort(kind="stable")
-        for here in np.split(by_part, np.flatnonzero(np.diff(parts[by_part])) + 1):
-            part = parts[here[0]]
-            within = numbers[here] - (ends[part - 1] if part else 0)
-            yield from _pieces(dataset.datasets[part], within, here if places is None else places[here])
-    elif kind is None or kind is StackDataset:
-        raise LookupError
-    else:
-        sources = dataset.tensors if kind is TensorDataset else dataset.arrays
-        length = sources[0].shape[0]
-        if not all(source.shape[0] == length and _is_plain(source) for source in sources):
-            raise LookupError
-        yield sources, _numbers(keys, length), places
-
-
-def _columns(pieces: list[_Piece]) -> list[Column]:
-    """Make the columns of a batch, whose rows are in some datasets."""
-    order = None
-    if len(pieces) > 1:
-        places = np.concatenate([places for _, _, places in pieces if places is not None])
-        order = np.empty_like(places)
-        order[places] = np.arange(len(places))
-    columns = []
-    for sources in zip(*(sources for sources, _, _ in pieces), strict=True):
-        if order is not None and len(set(map(_form, sources))) > 1:
-            raise LookupError
-        rows = [(source, numbers) for source, (_, numbers, _) in zip(sources, pieces, strict=True)]
-        columns.append(Column(rows, order))
-    return columns
 
 
 def _picked(indices: Any, keys: Any) -> Any:
@@ -205,17 +132,11 @@ def _numbers(keys: Any, count: int) -> Array:
     return numbers
 
 
-def _is_plain(source: Source) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether rows of it, gathered, are what torch makes by stacking rows taken one by one."""
-    if type(source) is not torch.Tensor:
-        return type(source) in (np.ndarray, np.memmap)
     return (
-        source.layout is torch.strided
-        and not (source.requires_grad or source.is_quantized or source.is_nested or source.is_conj() or source.is_neg())
-        and (source.is_contiguous() or source[0].is_contiguous())
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and (tensor.is_contiguous() or tensor[0].is_contiguous())
     )
-
-
-def _form(source: Source) -> Any:
-    """Return what parts of one column have in common."""
-    return type(source), source.dtype, source.shape[1:], source.device if isinstance(source, torch.Tensor) else None

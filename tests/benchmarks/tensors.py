@@ -2,7 +2,7 @@
 
 Measured: batches/s of 1,024 samples in random order, by default collated and dropped, without workers and with 1 and 2,
 torch's DataLoader and ours taking turns, after a warm-up that is not counted. "rows" is a TensorDataset of 100,000 rows
-of 32 float32 with a label; then half of it by random_split, and a ConcatDataset of two. "images" is 20,000 pictures of
+of 32 float32 with a label; then half of it by random_split. "images" is 20,000 pictures of
 (3, 32, 32) uint8 with a label, as a TensorDataset over memory and over a mapped file.
 
 Then slices of a tensor in shared memory (`share_memory_()`, batch_size=None): GB/s of batches of 16 MB with 1 worker
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, RandomSampler, TensorDataset, random_split
+from torch.utils.data import Dataset, RandomSampler, TensorDataset, random_split
 
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Run, drain
@@ -71,9 +71,8 @@ def measure(bench: Bench) -> None:
     rows = TensorDataset(torch.randn(ROWS, 32), torch.arange(ROWS))
     generator = torch.Generator().manual_seed(1)
     half, _ = random_split(rows, [ROWS // 2, ROWS - ROWS // 2], generator)
-    both = ConcatDataset([rows, rows])
     for workers in (0, 2) if bench.quick else (0, 1, 2):
-        for name, dataset in (("rows", rows), ("half of them", half), ("two of them", both)):
+        for name, dataset in (("rows", rows), ("half of them", half)):
             sides = {side: partial(rate, loader, dataset, workers, seconds) for side, loader in bench.loaders.items()}
             targets = {"ours": Target(">=", 15)} if name == "rows" else {}
             bench.compare(f"{name}, {workers} workers", "batches/s", sides, rounds=rounds, targets=targets)
