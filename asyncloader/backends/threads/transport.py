@@ -13,10 +13,8 @@ import contextlib
 import contextvars
 import queue
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
-from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -30,12 +28,10 @@ from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.transport import ParentGone, WorkerTransport
 
 UNKNOWN = -1
-"""What `batch_bytes` returns of a batch that holds something which cannot be looked into."""
+"""What `batch_bytes` returns of a batch that holds something which it does not look into."""
 
 _OVERHEAD = 64
 _PLAIN = frozenset({int, float, bool, complex, type(None)})
-_SEQUENCES = (list, tuple, set, frozenset, deque)
-_CONSTANTS = (int, float, complex, type(None), type, np.generic, torch.dtype, torch.device, range, slice)
 
 _info: ContextVar[Any] = ContextVar("asyncloader worker", default=None)
 
@@ -146,59 +142,24 @@ def _look(default: Any) -> Any:
     return _info.get() or default
 
 
-def batch_bytes(batch: Any) -> int:
-    """Return the bytes of a batch: what tensors, arrays, texts, containers and objects of Python classes hold.
+def batch_bytes(batch: Any, levels: int = 3) -> int:
+    """Return the bytes of a batch: of tensors, arrays and texts in it, in up to three levels of containers.
 
     Returns:
-        UNKNOWN if anything in it is of another kind: an image of PIL, an object that C code keeps its data in.
+        UNKNOWN if anything in it is of another kind, or deeper: then workers do not run ahead of torch's window.
     """
-    try:
-        return _bytes_of(batch, set())
-    except Exception:  # of a class of the user's as well: nothing depends on it but how far workers run ahead
-        return UNKNOWN
-
-
-def _bytes_of(thing: Any, seen: set[int]) -> int:
-    """Return the bytes of `thing` with all that it holds, without objects that were seen before."""
-    if isinstance(thing, (str, bytes, bytearray)):
-        return _OVERHEAD + len(thing)
-    if isinstance(thing, _CONSTANTS):
+    if isinstance(batch, torch.Tensor):
+        return batch.nbytes if batch.layout is torch.strided and not batch.is_nested else UNKNOWN
+    if isinstance(batch, np.ndarray):
+        return UNKNOWN if batch.dtype.hasobject else batch.nbytes
+    if isinstance(batch, (str, bytes, bytearray)):
+        return _OVERHEAD + len(batch)
+    if isinstance(batch, (int, float, np.generic, type(None))):
         return _OVERHEAD
-    if id(thing) in seen:
-        return 0
-    seen.add(id(thing))
-    if isinstance(thing, torch.Tensor):
-        return _OVERHEAD + thing.nbytes  # of sparse and nested ones it raises
-    nbytes, parts = _OVERHEAD, list[Any]()
-    if isinstance(thing, np.ndarray):
-        nbytes += int(thing.nbytes)
-        parts = thing.ravel().tolist() if thing.dtype.hasobject else parts
-    elif isinstance(thing, Mapping):
-        parts = [*thing.keys(), *thing.values()]
-    elif isinstance(thing, _SEQUENCES):
-        parts = list(thing)
-    else:
-        try:
-            nbytes += memoryview(thing).nbytes
-        except TypeError:
-            parts = _attributes(thing)
+    if not levels or not isinstance(batch, (list, tuple, dict)):
+        return UNKNOWN
+    parts = batch.values() if isinstance(batch, dict) else batch
     if _PLAIN.issuperset(map(type, parts)):
-        return nbytes + 32 * len(parts)
-    return nbytes + sum(_bytes_of(part, seen) for part in parts)
-
-
-def _attributes(thing: Any) -> list[Any]:
-    """Return what is in the attributes and slots of an object.
-
-    Raises:
-        TypeError: its class was made in C: who knows what it holds.
-    """
-    found = list(getattr(thing, "__dict__", {}).values())
-    for cls in type(thing).__mro__[:-1]:
-        if "__slots__" not in vars(cls) and not cls.__dictoffset__:
-            raise TypeError(cls)
-        for slot in vars(cls).values():
-            if isinstance(slot, MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # it is not set
-                    found.append(slot.__get__(thing))
-    return found
+        return _OVERHEAD + 32 * len(parts)
+    sizes = [batch_bytes(part, levels - 1) for part in parts]
+    return UNKNOWN if UNKNOWN in sizes else _OVERHEAD + sum(sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -25,62 +24,43 @@ class Plain:
     x: Any
 
 
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    x: Any
-    unset: Any = dataclasses.field(init=False)
-
-
-class Hidden:
-    __slots__ = ("__x",)
-
-    def __init__(self, x: Any) -> None:
-        self.__x = x
-
-
-class Raising:
-    def __getattribute__(self, name: str) -> Any:
-        raise RuntimeError(name)
-
-
-def in_a_cycle(x: Any) -> list[Any]:
-    made = [x]
-    made.append(made)
-    return made
-
-
 WRAPPERS: list[Callable[[Any], Any]] = [
     lambda x: x,
     lambda x: [x],
-    lambda x: {"x": (x, "text")},
-    lambda x: {x: 1},
-    lambda x: collections.deque([x]),
-    lambda x: collections.UserDict(x=x),
-    lambda x: np.array([x, None], dtype=object),
-    lambda x: Plain([Slotted(x)]),
-    Hidden,
-    in_a_cycle,
-    lambda x: [x, x],  # counts once
+    lambda x: {"x": (x, "text", 3)},
+    lambda x: [{"rows": [x]}, [1, 2, 3]],
+    lambda x: (x, None, np.float32(1)),
 ]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
-@pytest.mark.parametrize("content", [torch.zeros(NBYTES // 4), bytes(NBYTES)], ids=["tensor", "bytes"])
+@pytest.mark.parametrize(
+    "content", [torch.zeros(NBYTES // 4), np.zeros(NBYTES, np.uint8), bytes(NBYTES)], ids=["tensor", "array", "bytes"]
+)
 def test_what_is_in_it_counts(wrap: Callable[[Any], Any], content: Any) -> None:
-    """However deep, in whatever Python can hold it."""
-    size = batch_bytes(wrap(content))
-    assert NBYTES <= size < NBYTES + 2000 or (isinstance(content, bytes) and size < 2 * NBYTES + 2000)
+    """Tensors, arrays and texts, in lists, tuples and dicts."""
+    assert NBYTES <= batch_bytes(wrap(content)) < NBYTES + 2000
 
 
-@pytest.mark.parametrize("batch", [PIL.Image.new("RGB", (9, 9)), iter([]), [Raising()], torch.eye(3).to_sparse()])
-def test_what_cannot_be_looked_into_has_no_size(batch: Any) -> None:
+UNKNOWNS = [
+    PIL.Image.new("RGB", (9, 9)),
+    iter([]),
+    Plain(torch.ones(3)),
+    torch.eye(3).to_sparse(),
+    np.array([None]),
+    [[[[torch.ones(3)]]]],
+]
+
+
+@pytest.mark.parametrize("batch", UNKNOWNS)
+def test_what_is_not_looked_into_has_no_size(batch: Any) -> None:
     """And says so."""
     assert batch_bytes([batch]) == UNKNOWN
 
 
-@pytest.mark.parametrize("wrap", [Plain, lambda x: iter([x])])
+@pytest.mark.parametrize("wrap", [lambda x: {"x": x}, Plain])
 def test_threads_do_not_run_far_ahead_of_a_slow_batch(wrap: Callable[[Any], Any]) -> None:
-    """8 MiB are 8 batches of 1 MiB in a dataclass; of what has no size only torch's window is made."""
+    """8 MiB are 8 batches of 1 MiB in a dict; of what has no size only torch's window is made."""
     go_on = threading.Event()
     made: list[int] = []
 
