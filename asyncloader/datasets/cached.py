@@ -56,10 +56,11 @@ class CachedDataset(OpensDataset, Dataset[T_co]):
 
     Args:
         dataset: A map-style dataset, plain or async.
-        where: ``"ram"`` keeps one copy for all workers of this object, wherever they are started, in memory that is
-            freed with the last of them (ranks can be given it, as :class:`SharedList`). A path is that of a folder,
-            which is made; what is in it stays for later runs, and is shared by all who use it on this machine: workers,
-            ranks, other runs. Each fingerprint, with the length of the dataset, has a file of its own there.
+        where: ``"ram"`` keeps one copy for all workers of this object on this machine, in memory that is freed with the
+            last of them (ranks can be given it, as :class:`SharedList`). A path is that of a folder, which is made;
+            what is in it stays for later runs, and is shared by all who use it on this machine: workers, ranks, other
+            runs. Each fingerprint, with the length of the dataset, has a file of its own there. On other machines a
+            cache begins anew: in a folder of the same name, or with ``"ram"`` in the memory of each worker by itself.
         transform: Makes of what was kept what is returned, each time.
         max_bytes: How much to keep; by default half of the memory that is free now, or nine tenths of the disk that is.
         fingerprint: Names what is in a folder's cache, which outlives the code that has filled it; required there. Into

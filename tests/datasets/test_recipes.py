@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch.utils.data
 from webdataset import WebDataset
 
 from asyncloader import DataLoader
+from tests.services.s3 import KEYS, put
 
 
 class Files(torch.utils.data.Dataset[bytes]):
@@ -69,3 +72,39 @@ def test_a_stream_of_webdataset_resumes_by_count(tmp_path: Path, num_workers: in
     resumed.load_state_dict(state)
     assert begun + [batch.tolist() for batch in resumed] == whole
     assert [batch.tolist() for batch in resumed] == whole
+
+
+class Pictures(torch.utils.data.Dataset[torch.Tensor]):
+    """An array of zarr's wherever obstore reaches: its chunks are awaited, many at once."""
+
+    def __init__(self, store: Any, length: int) -> None:
+        self.store, self.length = store, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    async def __aenter__(self) -> None:
+        from zarr.api.asynchronous import open_array
+        from zarr.storage import ObjectStore
+
+        self.array = await open_array(store=ObjectStore(self.store, read_only=True), mode="r")
+
+    async def __aexit__(self, *_: object) -> None:
+        del self.array
+
+    async def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(await self.array.getitem(index))
+
+
+def test_an_array_of_zarr_in_an_object_store(s3: str, tmp_path: Path) -> None:
+    """Each picture is a chunk, which a worker awaits beside others."""
+    asynchronous = pytest.importorskip("zarr.api.asynchronous", reason="`make test-services` installs zarr")
+    from obstore.store import S3Store
+
+    pictures = np.arange(20 * 12, dtype=np.float32).reshape(20, 3, 4)
+    asyncio.run(asynchronous.from_array(tmp_path, data=pictures, chunks=(1, 3, 4)))
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        put(f"{s3}/pictures/array/{path.relative_to(tmp_path)}", path.read_bytes())
+    store = S3Store("pictures", prefix="array", endpoint=s3, client_options={"allow_http": True}, **KEYS)
+    loader = DataLoader(Pictures(store, 20), batch_size=8, num_workers=2, concurrency=16)
+    assert torch.equal(torch.cat(list(loader)), torch.from_numpy(pictures))
