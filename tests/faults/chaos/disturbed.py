@@ -66,7 +66,8 @@ class Plan:
         changes = chance.sample(range(60), chance.choice([0, 0, 2, 6]) * may_change)
         crews = {after: chance.randint(1, 4) for after in changes}
         if plan.kind not in STREAMS:
-            plan.loader |= inside.renewed_after(after) if (after := chance.choice([None, None, 1, 4, 15])) else {}
+            if after := chance.choice([None, None, 1, 4, 15]):
+                plan.loader.update(inside.renewed_after(after))
             if chance.random() < 0.2:
                 plan.loader.update(num_workers="auto", max_workers=chance.randint(1, 4))
         more: dict[str, Any] = {"cancels": frozenset(cancels), "crews": crews, "device": Device.draw(seed)}
