@@ -22,8 +22,9 @@ The last batch j for which that is at most u + max_staleness is the deadline of 
 
 from __future__ import annotations
 
+import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ class Ledger:
         self.ages: Counter[int] = Counter()
         self._running: dict[int, Unit] = {}  # by lease
         self._ready: dict[int, Unit] = {}  # by id, in the order in which they came
-        self._bag = _Bag()  # of those, where the order is random
+        self._order = _order_of(rules)  # in which those come; None for that in which they came
         self._batches: deque[list[Unit]] = deque()  # from number `done` on
         self._next_lease = 0
         self._choice: list[Unit] | None = None  # the next batch, if that is known
@@ -252,15 +253,20 @@ class Ledger:
             self._make_ready(unit)
 
     def _make_ready(self, unit: Unit) -> None:
-        self._ready[unit.id] = unit
-        self._bag.add(unit.id)
+        self._add_ready(unit)
         if not unit.uses:
             self._new_ready[unit.version] += 1
         self._choice = None
 
+    def _add_ready(self, unit: Unit) -> None:
+        self._ready[unit.id] = unit
+        if self._order is not None:
+            self._order.add(unit.id, unit.version if self.rules.order == "freshest" else unit.priority)
+
     def _unready(self, unit: Unit) -> None:
         del self._ready[unit.id]
-        self._bag.remove(unit.id)
+        if self._order is not None:
+            self._order.remove(unit.id)
         if not unit.uses:
             _uncount(self._new_ready, unit.version)
         self._choice = None
@@ -337,12 +343,12 @@ class Ledger:
 
     def begin(self) -> None:
         """Have the units of batches that are not trained wait again, before all others: their consumer has left."""
-        others, self._ready, self._bag = self._ready_in_order(), {}, _Bag()
+        others = [self._ready[number] for number in self._ready_ids]
+        self._ready, self._order = {}, _order_of(self.rules)
         for unit in chain.from_iterable(self._batches):
             self._accept(unit)
-        for number in others:
-            self._ready[number] = others[number]
-            self._bag.add(number)
+        for unit in others:
+            self._add_ready(unit)
         self._batches.clear()
         self.formed, self.ended, self._choice = self.done, False, None
 
@@ -436,20 +442,15 @@ class Ledger:
         return min(unit.id for unit in waited_for) + window, oldest
 
     def _in_order(self) -> Iterable[Unit]:
-        """Return the units that are ready with those first that the order prefers."""
-        ready = self._ready.values()
-        if self.rules.order == "freshest":
-            return sorted(ready, key=lambda unit: -unit.version)
-        if self.rules.order == "priority":
-            return sorted(ready, key=lambda unit: -unit.priority)
-        if self.rules.order == "random":  # another one for each batch, and no generator that states would have to have
-            return map(self._ready.__getitem__, self._bag.drawn(self.rules.seed, self.formed))
-        return ready
+        """Return the units that are ready with those first that the order prefers. Whoever needs few takes few."""
+        if self._order is None:
+            return self._ready.values()
+        return map(self._ready.__getitem__, self._order.drawn(self.rules.seed, self.formed))
 
-    def _ready_in_order(self) -> dict[int, Unit]:
-        """Return the units that are ready in the order that the next choice goes by."""
-        ready = self._ready
-        return {number: ready[number] for number in self._bag.ids} if self.rules.order == "random" else ready
+    @property
+    def _ready_ids(self) -> Iterable[int]:
+        """The units that are ready, in the order that the next choice goes by."""
+        return self._ready if self._order is None else self._order.ids
 
     def _within_cost(self, units: list[Unit]) -> list[Unit]:
         """Return the first units that cost no more together than a batch may; one in any case."""
@@ -482,7 +483,7 @@ class Ledger:
             "counts": dict(counts),
             "ages": dict(self.ages),
             "units": [_written(unit, unit.id in used) for unit in self.units.values() if unit.id not in gone],
-            "ready": [*formed, *self._ready_in_order(), *(unit.id for unit in again)],
+            "ready": [*formed, *self._ready_ids, *(unit.id for unit in again)],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -495,7 +496,7 @@ class Ledger:
         self._running.clear()
         self._new_running.clear()
         self._ready.clear()
-        self._bag = _Bag()
+        self._order = _order_of(self.rules)
         self._new_ready.clear()
         self._batches.clear()
         self.done = self.formed = state["done"]
@@ -508,7 +509,40 @@ class Ledger:
         self._choice = None
 
 
-class _Bag:
+def _order_of(rules: Rules) -> _Random | _HighestFirst | None:
+    if rules.order == "random":
+        return _Random()
+    return None if rules.order == "first_come" else _HighestFirst()
+
+
+class _HighestFirst:
+    """Numbers by their values, the highest first; those of one value in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._sorted: list[tuple[float, int, int]] = []
+        self._keys: dict[int, tuple[float, int, int]] = {}
+        self._came = itertools.count()
+
+    @property
+    def ids(self) -> Iterator[int]:
+        """The numbers."""
+        return (number for _, _, number in self._sorted)
+
+    def add(self, number: int, value: float) -> None:
+        """Put a number in."""
+        key = self._keys[number] = -value, next(self._came), number
+        insort(self._sorted, key)
+
+    def remove(self, number: int) -> None:
+        """Take a number out."""
+        del self._sorted[bisect_left(self._sorted, self._keys.pop(number))]
+
+    def drawn(self, seed: int, batch: int) -> Iterator[int]:
+        """Yield the numbers. They stay there: nobody knows how many are taken."""
+        return self.ids
+
+
+class _Random:
     """Numbers that are drawn without replacement, each draw in constant time: the last one fills the gap of another.
 
     Attributes:
@@ -519,8 +553,8 @@ class _Bag:
         self.ids: list[int] = []
         self._places: dict[int, int] = {}
 
-    def add(self, number: int) -> None:
-        """Put a number in."""
+    def add(self, number: int, value: float) -> None:
+        """Put a number in, whatever its value."""
         self._places[number] = len(self.ids)
         self.ids.append(number)
 

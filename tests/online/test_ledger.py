@@ -289,6 +289,39 @@ def test_a_state_does_not_train_again_what_is_too_old() -> None:
         assert each.has_room
 
 
+class Counted(float):
+    """A priority that counts how often it is compared."""
+
+    compared = 0
+
+    def __neg__(self) -> Counted:
+        return Counted(-float(self))
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return float(self) == other
+
+    def __lt__(self, other: float) -> bool:
+        Counted.compared += 1
+        return float(self) < other
+
+    __hash__ = float.__hash__
+
+
+@pytest.mark.parametrize("waiting", [100, 10_000])
+def test_an_order_is_not_sorted_anew_for_each_batch(waiting: int) -> None:
+    """A batch takes as long however much waits; those with the highest priority come first, in the order they came."""
+    ledger = Ledger(Rules(8, waiting, order="priority", max_uses=2))
+    for number in range(waiting):
+        ledger.put([number], 0, 1, Counted(number % 50))
+    Counted.compared = 0
+    batches = [[unit.samples[0] for unit in ledger.take()] for _ in range(2)]
+    ledger.finish(2)
+    assert Counted.compared < 3000
+    best = sorted(range(waiting), key=lambda number: -(number % 50))[:16]
+    assert batches == [best[:8], best[8:]]
+
+
 def test_a_random_order_prefers_none() -> None:
     """Of units that wait, each is as likely to be in the next batch as the others, whenever it came."""
     counts = Counter[int]()
