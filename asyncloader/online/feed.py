@@ -125,6 +125,7 @@ class Feed(Producers, SuppliesKeys[T]):
         rules = _rules({name: value for name, value in locals().items() if name not in ("self", "__class__")})
         self._server = FeedServer(source, rules, group_size, lease_timeout)
         self.batch_size, self.group_size, self.fn = batch_size, group_size, fn
+        self._has_source = source is not None
 
     def __getitem__(self, key: SampleKey) -> T:
         return FeedSamples(self.fn)[key]
@@ -135,9 +136,6 @@ class Feed(Producers, SuppliesKeys[T]):
     def _link(self) -> Link:
         return self._server
 
-    def _check_source(self) -> None:
-        self._check_has_source(bool(self._server.identity["has_source"]))
-
     def handle(self) -> FeedHandle:
         """Return what other processes of this machine use in place of the feed. It can be pickled.
 
@@ -146,7 +144,7 @@ class Feed(Producers, SuppliesKeys[T]):
         Raises:
             FeedClosedError: if the feed is closed.
         """
-        return FeedHandle(self._server.open_door().path, os.geteuid(), bool(self._server.identity["has_source"]))
+        return FeedHandle(self._server.open_door().path, os.geteuid(), self._has_source)
 
     def close(self, reason: str = "it was closed") -> None:
         """Take no more samples, and lease no more items; wake all who wait. What is there still goes to the trainer.

@@ -138,9 +138,6 @@ class FeedHandle(Producers):
                 self._connection.close()
                 self._connection = None
 
-    def _check_source(self) -> None:
-        self._check_has_source(self._has_source)
-
     def _link(self) -> Link:
         if self._process != generation():  # a thread that is not in this fork may have had the lock
             self._lock, self._connection, self._process = threading.Lock(), None, generation()

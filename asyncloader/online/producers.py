@@ -24,6 +24,8 @@ from asyncloader.online.link import Leased, Link, Request
 class Producers:
     """A feed, as producers see it. In any thread, and in tasks of any event loop."""
 
+    _has_source: bool
+
     def lease(self) -> Lease:
         """Wait for the next item of the source, in ``async with`` or, in a thread, in ``with``.
 
@@ -141,11 +143,7 @@ class Producers:
         raise NotImplementedError
 
     def _check_source(self) -> None:
-        raise NotImplementedError
-
-    @staticmethod
-    def _check_has_source(has_source: bool) -> None:
-        if not has_source:
+        if not self._has_source:
             raise ConfigurationError("there is nothing to lease: the feed was made without a source")
 
     def _made_with(self, version: int | None) -> tuple[int, bool]:

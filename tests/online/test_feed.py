@@ -225,21 +225,24 @@ async def test_a_time_limit() -> None:
 @pytest.mark.parametrize("reach", [lambda feed: feed, Feed.handle], ids=["feed", "handle"])
 async def test_a_lease_that_is_renewed(reach: Any) -> None:
     """Its time limit begins again; and a producer that is too late is told so before it has made the sample."""
-    feed = Feed(range(2), batch_size=2, lease_timeout=2)
-    producers = reach(feed)
-    began = time.monotonic()
-    async with producers.lease() as item:
-        while time.monotonic() < began + 3:
-            await item.renew()
-            await asyncio.sleep(0.1)
-        await item.put("renewed")
+    feed = Feed(range(2), batch_size=1, lease_timeout=600)
+    producers, server = reach(feed), feed._server
+    async with producers.lease() as first, producers.lease() as second:
+        due = [*server._deadlines.values()]
+        await first.renew()
+        server.look(due[1])  # when the time of both would be over
+        with pytest.raises(LeaseLostError, match="after its time limit"):
+            await second.renew()
+        await first.put("renewed")
         with pytest.raises(LeaseLostError):
-            await item.renew()
-    late = await asyncio.to_thread(producers.lease().wait)
-    await asyncio.to_thread(wait_until, lambda: feed.stats().pending == 1)
-    with pytest.raises(LeaseLostError, match="after its time limit"):
-        await asyncio.to_thread(late.renew)
-    assert (feed.stats().ready, feed.stats().running) == (1, 0)
+            await first.renew()
+    again = await asyncio.to_thread(producers.lease().wait)
+    assert (again.id, again.tries) == (second.id, 1)
+    await asyncio.to_thread(again.renew)
+    server.look(time.monotonic() + 601)
+    with pytest.raises(LeaseLostError):
+        await asyncio.to_thread(again.renew)
+    assert (feed.stats().ready, feed.stats().running, feed.stats().pending) == (1, 0, 1)
     if producers is not feed:
         producers.close()
     feed.close()
