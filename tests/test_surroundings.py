@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sqlite3
 import subprocess
@@ -67,23 +66,6 @@ def take(dataset: Any, **options: Any) -> list[Any]:
 def test_children_of_samples_hear_signals(kind: Any, concurrency: int | None, place: dict[str, Any]) -> None:
     """SIGTERM ends what a sample has started: no thread of ours blocks signals while the user's code runs in it."""
     assert take(kind(end_a_child), concurrency=concurrency, **place) == [-signal.SIGTERM] * 2
-
-
-@pytest.mark.covering(1)
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is nothing to choose from")
-@pytest.mark.parametrize("concurrency", [None, 2])
-@pytest.mark.parametrize("place", PLACES)
-def test_workers_have_the_cores_of_the_thread_that_iterates(concurrency: int | None, place: dict[str, Any]) -> None:
-    """Those that it has now, not those that it had when the first loader of the process began."""
-    if not place["num_workers"] and concurrency is None:
-        pytest.skip("that is the thread that iterates")
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})
-    try:
-        seen = take(Samples(lambda: os.sched_getaffinity(0)), concurrency=concurrency, **place)
-    finally:
-        os.sched_setaffinity(0, cores)
-    assert seen == [{max(cores)}] * 2
 
 
 class Rows:

@@ -27,7 +27,6 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.modes import Modes
 from asyncloader.messages.snapshot import WorkerStart
 from asyncloader.observe.record import Record as Record
@@ -102,7 +101,7 @@ class WorkerSpec:
         keeps_dataset: The worker, and its dataset, are there for the next run too.
         is_async: The dataset is async; otherwise its samples are fetched on threads where there are several at once.
         modes: The modes of the iterating thread; None where the worker is not to have them.
-        thread: Other properties of the iterating thread, which workers take over.
+        importing: The modules that the iterating thread is in the middle of importing.
         max_worker_memory: Tell of growth early, since the worker is to be renewed before it has much more than this.
     """
 
@@ -125,7 +124,7 @@ class WorkerSpec:
     snapshot_every: int = 1
     keeps_dataset: bool = False
     modes: Modes | None = None
-    thread: IteratingThread | None = None
+    importing: frozenset[str] = frozenset()
     max_worker_memory: int | None = None
 
     @property

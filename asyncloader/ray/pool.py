@@ -16,7 +16,6 @@ from asyncio import TimerHandle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
@@ -255,7 +254,7 @@ class RayPool(BasePool[RayWorker]):
         self._actors = actors
         self._on_mismatch = on_mismatch
         with by_value():
-            parts = [memoryview(part) for part in pickle_by_value(replace(spec, thread=None))]
+            parts = [memoryview(part) for part in pickle_by_value(spec)]
         self._are_read_only = [part.readonly for part in parts]
         self._parts = ray.put([np.frombuffer(part, np.uint8) for part in parts])  # travels once to each node
         self._slabs = slab_pool()

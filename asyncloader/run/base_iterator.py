@@ -22,7 +22,7 @@ from asyncloader.engine.progress import Call
 from asyncloader.engine.taking import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.failure import stand_in
-from asyncloader.messages.iterating_thread import IteratingThread
+from asyncloader.messages.imports import imports_here
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.modes import Modes
 from asyncloader.messages.snapshot import outlasting
@@ -185,7 +185,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             "worker_init_fn": self._init_fn(),
             "base_seed": int(self._base_seed),
             "modes": self._modes(),
-            "thread": None if options.is_inline else IteratingThread.of_this_thread(),
+            "importing": imports_here(),
         }
         shared = {each.name: getattr(options, each.name) for each in fields(WorkerSpec) if each.name not in own}
         return WorkerSpec(**shared, **own)

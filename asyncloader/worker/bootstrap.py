@@ -24,13 +24,11 @@ import threading
 from dataclasses import dataclass
 from multiprocessing import spawn
 from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from asyncloader.errors import MAIN_IS_IMPORTED, NO_GUARD, WorkerStartError
+from asyncloader.messages.imports import forget_imports_of_others
 from asyncloader.worker.inherited import OpenFile, files_to_reopen, leave_servers
-
-if TYPE_CHECKING:
-    from asyncloader.messages.iterating_thread import IteratingThread
 
 if sys.platform != "win32":
     import fcntl
@@ -104,7 +102,7 @@ class Later:
 
 
 def start(
-    worker_id: int, ends: Ends, work: Later, start_method: str, thread: IteratingThread | None, main: dict[str, str]
+    worker_id: int, ends: Ends, work: Later, start_method: str, importing: frozenset[str], main: dict[str, str]
 ) -> None:
     """Make this process a worker and stay until told to end.
 
@@ -118,14 +116,12 @@ def start(
         work: A WorkerSpec, or what returns it when called; its heap of shared memory, or None; the run over the data
             that the first tickets belong to.
         start_method: How the process was started.
-        thread: The thread that iterates.
+        importing: The modules that the thread that iterates is in the middle of importing.
         main: The main module, if it is to be imported here, as multiprocessing names it.
     """
     try:
-        if thread is not None:
-            if start_method == "fork":
-                thread.forget_imports_of_others()  # before anything is imported
-            thread.adopt()
+        if start_method == "fork":
+            forget_imports_of_others(importing)  # before anything is imported
         files = _become_worker(ends, start_method)
         if main:
             _import_main(main, ends.output)

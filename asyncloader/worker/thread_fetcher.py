@@ -40,8 +40,6 @@ class ThreadFetcher(TaskFetcher):
         self._most = self._free
         self._free = sys.maxsize  # all samples are in the queue: that there are no more threads bounds what is in work
         self._modes = Modes.of_this_thread()
-        # The threads of a worker inherit cores and priority from the worker.
-        self._iterating = None if run.spec.num_workers else run.spec.thread
         self._samples: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()  # None ends a thread
         self._done: deque[tuple[Job, int, Any, BaseException | None]] = deque()
         self._is_told = False  # the loop will look at what is done
@@ -123,8 +121,6 @@ class ThreadFetcher(TaskFetcher):
 
     def _serve(self) -> None:
         ident = threading.get_ident()
-        if self._iterating is not None:
-            self._iterating.adopt()
         try:
             with self._modes.active():
                 while (work := self._samples.get()) is not None:

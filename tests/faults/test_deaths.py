@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader, WorkerDiedError
 from asyncloader.errors import WorkerStartError
-from asyncloader.messages.iterating_thread import IteratingThread
+from asyncloader.worker import bootstrap
 from tests import inside
 from tests.faults.datasets import DEATHS, Augmented, Deadly, deaths, plain
 from tests.programs import run_python
@@ -428,10 +428,10 @@ def test_a_worker_that_cannot_be_set_up_says_why(
 ) -> None:
     """An ImportError before any of the user's code is told as what it is, and nothing is tried again."""
 
-    def cannot_import(self: IteratingThread) -> None:
+    def cannot_import(importing: frozenset[str]) -> None:
         raise ImportError("no such library here")
 
-    monkeypatch.setattr(IteratingThread, "adopt", cannot_import)
+    monkeypatch.setattr(bootstrap, "forget_imports_of_others", cannot_import)
     iterator = iter(DataLoader(range(100), num_workers=num_workers))  # type: ignore[arg-type]
     with pytest.raises(WorkerStartError) as caught:
         next(iterator)

@@ -279,26 +279,6 @@ import late
     assert (program.returncode, program.out, program.err) == (0, "[0, 1, 7, 7]\n", "")
 
 
-@pytest.mark.parametrize("who", ["first worker", "replacement"])
-def test_workers_have_the_priority_of_the_thread_that_iterates(run: Run, who: str) -> None:
-    """As it is when it begins to iterate."""
-    main = """
-import logging
-logging.getLogger("asyncloader").setLevel(logging.ERROR)
-class Nice(Importing):
-    def __getitem__(self, index):
-        return super().__getitem__(index) and os.nice(0)
-sys.modules["late"] = types.SimpleNamespace(number=7)
-before = os.nice(0)
-list(DataLoader(Numbers(2), num_workers=1))
-os.nice(3)
-print([int(nice) - before for nice in DataLoader(Nice(4), num_workers=1)])
-"""
-    program = run(NUMBERS + IMPORTING + main, who)
-    assert (program.returncode, program.err) == (0, "")
-    assert program.out.endswith("3, 3, 3]\n")
-
-
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_fork_after_torch_has_used_its_threads(run: Run, num_threads: int) -> None:
     """Workers do convolutions and matrix products although the trainer did, with several threads, before the fork."""

@@ -141,9 +141,9 @@ class Pool(BasePool[WorkerProcess]):
             for worker in workers
         }
         share = epoch.num_workers or self._spec.num_workers
-        thread = self._spec.thread
+        importing = self._spec.importing
         launches = [
-            partial(each.launch, self._context, heap.starting, self._source, heap.hand_over(share), epoch, thread)
+            partial(each.launch, self._context, heap.starting, self._source, heap.hand_over(share), epoch, importing)
             for each, heap in started.items()
         ]
         try:

@@ -39,7 +39,6 @@ from asyncloader.backends.processes.executors import Running
 from asyncloader.backends.processes.launching import Forking, start_process, try_descriptors
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.messages.frames import BadFrame
-from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.observe.activity import Activity, activity
 from asyncloader.seeding.generators import wait_drawn
@@ -116,7 +115,7 @@ class WorkerProcess(Worker):
         source: Any,
         heap: Any,
         epoch: EpochSpec,
-        thread: IteratingThread | None,
+        importing: frozenset[str],
     ) -> None:
         """Launch the process. By `launch_all`, in any thread; the loop's may call `watch` afterwards, or `close`.
 
@@ -129,7 +128,7 @@ class WorkerProcess(Worker):
         ends = self._connect()
         try:
             main = fresh.main_module() if fresh.imports_main(context) else {}
-            args = (self.worker_id, ends, Later((source, heap, epoch)), method, thread, main)
+            args = (self.worker_id, ends, Later((source, heap, epoch)), method, importing, main)
             process = fresh.make_process(context, bootstrap.start, args)
             with forking():
                 if method == "fork":

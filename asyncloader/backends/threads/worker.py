@@ -143,8 +143,6 @@ class LocalWorker(Worker):
             self._loop.call_soon_threadsafe(self._on_end)
 
     def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
-        if spec.thread is not None:
-            spec.thread.adopt()
         try:
             answering = self._make_loop(spec, epoch)
             with answering.modes():
