@@ -7,8 +7,9 @@ from typing import assert_type
 
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, to_device
 from asyncloader.typing import BaseIterator
+from asyncloader.wrap import LoaderWrapper, equal_steps
 
 
 class Plain(Dataset[int]):
@@ -39,6 +40,8 @@ async def programs() -> None:
     assert_type(DataLoader(Stream()), DataLoader[int])
     assert_type(DataLoader(Awaited()), DataLoader[int])
     assert_type(DataLoader(AwaitedStream()), DataLoader[int])
+    assert_type(to_device([1], "cuda"), LoaderWrapper[int])
+    assert_type(equal_steps(AwaitedStream()), LoaderWrapper[int])
     iterator = iter(DataLoader(Plain()))
     assert_type(iterator, BaseIterator[int])
     iterator.stats().verdict.text.upper()

@@ -156,17 +156,13 @@ def find(device: str | torch.device | Device) -> Device:
         device: As torch names it; "auto" for the accelerator of this machine, or the CPU where there is none.
 
     Raises:
-        ConfigurationError: if it is no name of a device, or torch sees no such device here.
+        ConfigurationError: if torch sees no such device here.
+        RuntimeError: if it is no name of a device.
     """
     if isinstance(device, Device):
         return device
     current = accelerator()
-    try:
-        named = current or torch.device("cpu") if device == "auto" else torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ConfigurationError(
-            f'device should be "auto", or a device as torch names it, such as "cuda:0", but got {device!r}'
-        ) from None
+    named = current or torch.device("cpu") if device == "auto" else torch.device(device)
     if named.type == "cpu":
         return Device(named)
     module: Any = None

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from asyncloader.checks import at_least
-from asyncloader.errors import ConfigurationError
 from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.seeding.seeder import ON_DEVICE, Seeder
 from asyncloader.seeding.turns import alone
@@ -131,7 +130,7 @@ def to_device(
             that of the device included, depend on seed, epoch, rank and number of the batch alone.
 
     Raises:
-        ConfigurationError: if torch sees no such device here, the number is less than 0, or the transform no function.
+        ConfigurationError: if torch sees no such device here, or the number is less than 0.
         TypeError: while iterating, for a batch with something in it that cannot be moved; it names the type.
 
     Example:
@@ -139,6 +138,4 @@ def to_device(
         ...     step(images, labels)
     """
     at_least("prefetch", prefetch, least=0)
-    if not (transform is None or callable(transform)):
-        raise ConfigurationError(f"transform should be a function, but got {transform!r}")
     return LoaderWrapper(loader, partial(DeviceIterator, device=find(device), prefetch=prefetch, transform=transform))

@@ -9,6 +9,7 @@ rank: so a question says which loader it is of.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from concurrent.futures import Future
 from typing import Any
@@ -26,13 +27,9 @@ class RankGroup:
 
     All ranks have to join in making it, and in each question. So both happen once, in a thread, whoever stops waiting
     for it; and where a signal's handler does not come in between. The thread ends when all questions are answered.
-
-    Args:
-        world: The group of the trainer.
     """
 
-    def __init__(self, world: Any) -> None:
-        self.world = world
+    def __init__(self) -> None:
         self._group: Any = None
         self._lock = threading.Lock()
         self._questions: deque[tuple[list[int], Answers]] = deque()
@@ -69,14 +66,10 @@ class RankGroup:
         return [each.tolist() for each in told]
 
 
-_group = RankGroup(None)
-_choosing = threading.Lock()  # held to replace it
+_groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
+"""By the group of the trainer."""
 
 
 def own_group() -> RankGroup:
     """Return our group beside that of the trainer, which may be another one by now."""
-    global _group
-    with _choosing:
-        if _group.world is not dist.group.WORLD:
-            _group = RankGroup(dist.group.WORLD)
-        return _group
+    return _groups.setdefault(dist.group.WORLD, RankGroup())

@@ -165,9 +165,10 @@ class IteratorWrapper(ClosableIterator):
         """Whether the next batch is there."""
         return bool(self.held) or _is_ready(self._inner)
 
-    def state_dict(self) -> Any:
-        """Return the state as of the batches that were given."""
-        return _first(self.states) or self.source.state_dict()
+    @property
+    def state_dict(self) -> Callable[[], Any]:
+        """Returns the state as of the batches that were given. It is not there if there is none within."""
+        return partial(_state, self.states, self.source.state_dict)
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state, with this iterator."""
@@ -176,7 +177,7 @@ class IteratorWrapper(ClosableIterator):
 
     def end(self, over: Callable[[], BaseException]) -> None:
         """Give nothing any more, and let go of what is held. States stay those of the batches that were given."""
-        self.over = over
+        self.over = self.over or over
         self.held.clear()
         self._taken.clear()
         self.on_end()
@@ -201,8 +202,6 @@ class IteratorWrapper(ClosableIterator):
         return len(self._inner)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # not made yet
-            raise AttributeError(name)
         return getattr(self._inner, name)
 
 
@@ -250,11 +249,12 @@ class LoaderWrapper(Generic[T_co]):
     def _alive(self) -> list[IteratorWrapper]:
         return [iterator for each in tuple(self._states) if (iterator := each()) is not None]
 
-    def state_dict(self) -> Any:
-        """Return the state as of the batches that the newest iterator that is there, and not at its end, has given."""
+    @property
+    def state_dict(self) -> Callable[[], Any]:
+        """Returns the state as of the batches that the newest iterator that is there, and not at its end, has given."""
         *_, (iterator, states) = (_nobody, ()), *self._states.items()
         newest = self.loader if (found := iterator()) is None else found
-        return _first(states) or newest.state_dict()
+        return partial(_state, states, newest.state_dict)
 
     def load_state_dict(self, state: Any) -> None:
         """Have the next iterator go on from a state."""
@@ -280,11 +280,12 @@ class LoaderWrapper(Generic[T_co]):
 
 
 def _is_ready(iterator: Any) -> bool:
-    return iterator.is_ready() if hasattr(iterator, "is_ready") else True
+    return not hasattr(iterator, "is_ready") or iterator.is_ready()
 
 
-def _first(states: Sequence[Any]) -> Any:
-    return copy.deepcopy(states[0]) if states else None
+def _state(states: Sequence[Any], within: Callable[[], Any]) -> Any:
+    """Return the state before the first batch that is held; that of the loader or iterator within if none is."""
+    return (copy.deepcopy(states[0]) if states else None) or within()
 
 
 def _drop(states: dict[weakref.ref[IteratorWrapper], deque[Any]], gone: weakref.ref[IteratorWrapper]) -> None:

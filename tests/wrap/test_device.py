@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -59,13 +57,6 @@ def test_a_device_is_one_for_all_loaders(monkeypatch: pytest.MonkeyPatch) -> Non
         find("cuda:4")
     monkeypatch.delattr(Module, "Stream")
     assert type(find("xpu:1")) is Device
-
-
-@pytest.mark.parametrize("device", ["gpu", "cuda:first", "", None])
-def test_what_names_no_device_is_refused(device: Any) -> None:
-    """With what to write."""
-    with pytest.raises(ConfigurationError, match='device should be "auto", or a device as torch names it'):
-        find(device)
 
 
 # ------------------------------------------------------------------------------------------- the one that is simulated

@@ -180,7 +180,7 @@ class Told(RankGroup):
     """
 
     def __init__(self, others: int) -> None:
-        super().__init__(None)
+        super().__init__()
         self.others = others
         self.may_answer = threading.Event()
         self.may_answer.set()

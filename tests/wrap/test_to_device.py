@@ -354,13 +354,13 @@ def test_a_script_runs_without_an_accelerator(monkeypatch: pytest.MonkeyPatch, n
 
 def test_what_cannot_be_is_refused() -> None:
     """Before anything is iterated over."""
-    with pytest.raises(ConfigurationError, match="transform should be a function, but got 3"):
-        to_device([], "cpu", transform=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="prefetch should be an integer of at least 0"):
         to_device([], "cpu", prefetch=-1)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigurationError, match="torch sees no device 'cuda' here"):
             to_device([], "cuda")
+    with pytest.raises(RuntimeError, match="device string: gpu"):
+        to_device([], "gpu")
 
 
 async def test_several_tasks_take_from_one_iterator(device: SimulatedDevice) -> None:
