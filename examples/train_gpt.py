@@ -33,10 +33,11 @@ MOST_TEXTS = 200
 
 
 class Texts(Dataset[Tensor]):
-    """Texts as rows of bytes."""
+    """Texts as rows of bytes, none longer than a block."""
 
     def __init__(self, texts: list[str]) -> None:
-        self.rows = [torch.tensor([*text.encode(), END], dtype=torch.uint16) for text in texts]
+        rows = (torch.tensor([*text.encode(), END], dtype=torch.uint16) for text in texts)
+        self.rows = [part for row in rows for part in torch.split(row, BLOCK)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -107,7 +108,6 @@ def make_loader(texts: tuple[list[str], list[str]], rank: int, ranks: int) -> Da
         [len(row) for source in sources for row in source.rows],
         block_size=BLOCK,
         batch_size=BLOCKS_PER_STEP // ranks,
-        too_long="split",
         sampler=MixtureSampler(dataset, [3, 7]),
         num_replicas=ranks,
         rank=rank,

@@ -268,10 +268,10 @@ MUTATIONS = (
         "seeding/test_turns.py",
     ),
     Mutation(
-        "a sample of exactly one block has a second, empty piece",
+        "blocks are packed with a token more than they hold",
         "samplers/packing.py",
-        "np.maximum(-(-lengths // self.block_size), 1)",
-        "lengths // self.block_size + 1",
+        "best_fit(sizes[largest_first].tolist(), self.block_size)",
+        "best_fit(sizes[largest_first].tolist(), self.block_size + 1)",
         "samplers/test_packing.py",
     ),
     Mutation(

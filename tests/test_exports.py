@@ -87,8 +87,6 @@ def test_public_names_of_the_samplers() -> None:
         "Order",
         "OrderedSampler",
         "PackingBatchSampler",
-        "Piece",
-        "Pieces",
         "WeightedSampler",
         "pack_collate",
         "packed",

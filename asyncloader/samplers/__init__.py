@@ -22,7 +22,6 @@ from asyncloader.samplers.mixture import MixtureSampler
 from asyncloader.samplers.ordered import Order, OrderedSampler
 from asyncloader.samplers.pack_collate import pack_collate
 from asyncloader.samplers.packing import PackingBatchSampler, packed
-from asyncloader.samplers.pieces import Piece, Pieces
 from asyncloader.samplers.weighted import WeightedSampler
 
 __all__ = [
@@ -34,8 +33,6 @@ __all__ = [
     "Order",
     "OrderedSampler",
     "PackingBatchSampler",
-    "Piece",
-    "Pieces",
     "WeightedSampler",
     "pack_collate",
     "packed",

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, checksum_of, cost_of
-from asyncloader.samplers.lengths import Costs, Lengths, LengthsLike
+from asyncloader.samplers.lengths import LengthsLike
 from asyncloader.samplers.ordered import OrderedSampler, count_of
 from asyncloader.samplers.windows import Units, WindowedBatchSampler
 
@@ -56,7 +56,7 @@ class BalancedBatchSampler(WindowedBatchSampler):
         [100]
     """
 
-    _measure: ClassVar[type[Lengths]] = Costs
+    _measure: ClassVar[str] = "cost"
 
     def __init__(
         self,

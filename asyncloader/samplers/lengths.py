@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,31 +19,28 @@ _PROBES = 256
 
 
 class Lengths:
-    """Lengths of samples, by index.
+    """Lengths of samples, by index; or their costs, which are numbers of any kind.
 
     Args:
         lengths: An integer for each sample: a list, an array (also one that is mapped), a tensor, or the path of a .npy
             file, which is mapped.
+        noun: "length" or "cost".
 
     Raises:
         ConfigurationError: if they are not integers of at least 0; those that are mapped are looked at when their
             samples are planned.
     """
 
-    noun: ClassVar[str] = "length"
-    _numbers: ClassVar[str] = "integers"
-    _kinds: ClassVar[str] = "iu"
-    _dtype: ClassVar[type] = np.int64
-
-    def __init__(self, lengths: LengthsLike) -> None:
+    def __init__(self, lengths: LengthsLike, noun: str = "length") -> None:
+        of_costs = noun == "cost"
+        numbers, kinds = ("numbers", "iuf") if of_costs else ("integers", "iu")
+        self._dtype: type = np.float64 if of_costs else np.int64
         row = np.load(lengths, mmap_mode="r") if isinstance(lengths, (str, PathLike)) else np.asarray(lengths)
-        if row.ndim != 1 or row.dtype.kind not in self._kinds:
-            raise ConfigurationError(
-                f"{self.noun}s should be one row of {self._numbers}, but are {row.dtype}{row.shape}"
-            )
+        if row.ndim != 1 or row.dtype.kind not in kinds:
+            raise ConfigurationError(f"{noun}s should be one row of {numbers}, but are {row.dtype}{row.shape}")
         if not len(row):
-            raise ConfigurationError(f"there are no {self.noun}s")
-        self._row, self.count = row, len(row)
+            raise ConfigurationError(f"there are no {noun}s")
+        self._noun, self._row, self.count = noun, row, len(row)
         self._is_in_memory = not isinstance(row, np.memmap)
         if self._is_in_memory:
             self(np.array([row.argmin(), row.argmax()]))  # refuses the least one if it is negative
@@ -53,7 +50,7 @@ class Lengths:
         lengths: NDArray[Any] = self._row[indices].astype(self._dtype)
         bad = np.flatnonzero(~((lengths >= 0) & (lengths < np.inf)))
         if bad.size:
-            raise ConfigurationError(f"sample {indices[bad[0]]} has a {self.noun} of {lengths[bad[0]]}")
+            raise ConfigurationError(f"sample {indices[bad[0]]} has a {self._noun} of {lengths[bad[0]]}")
         return lengths
 
     def sample(self) -> NDArray[Any]:
@@ -68,12 +65,3 @@ class Lengths:
     def identity(self) -> dict[str, int]:
         """Tell these lengths from others: a checksum of all. Made with a first state: 0.7 s for 100 million of them."""
         return checksum(self._row)
-
-
-class Costs(Lengths):
-    """Costs of samples, by index: numbers of any kind, in any unit; otherwise as lengths."""
-
-    noun = "cost"
-    _numbers = "numbers"
-    _kinds = "iuf"
-    _dtype = np.float64

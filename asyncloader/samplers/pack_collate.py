@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncloader.samplers.pieces import is_row
-
 IGNORED = -100
 """torch's `cross_entropy` leaves out targets of this value by default."""
 
@@ -98,8 +96,8 @@ def _sizes(rows: list[dict[str, NDArray[Any]]], block_size: int, too_long: str) 
     for number, size in enumerate(sizes):
         if size > block_size and too_long == "raise":
             raise ValueError(
-                f"sample {number} of the batch has {size} tokens, and a block has {block_size}: wrap the dataset in "
-                'asyncloader.samplers.Pieces if PackingBatchSampler splits samples, or give too_long="cut"'
+                f"sample {number} of the batch has {size} tokens, and a block has {block_size}: divide it in the "
+                'dataset, or give too_long="cut"'
             )
     return [min(size, block_size) for size in sizes]
 
@@ -109,7 +107,7 @@ def _rows(sample: Any, whose: str) -> dict[str, NDArray[Any]]:
     held = sample if isinstance(sample, Mapping) else {"input_ids": sample}
     tokens = np.asarray(held["input_ids"])
     length = len(tokens) if tokens.ndim else 0
-    rows = {name: np.asarray(row) for name, row in held.items() if is_row(row, name, length, whose)}
+    rows = {name: np.asarray(row) for name, row in held.items() if _is_row(row, name, length, whose)}
     rows = {"labels": tokens, **rows, "input_ids": tokens}
     for name in ("input_ids", "labels"):
         if rows[name].ndim != 1 or (length and rows[name].dtype.kind not in "biu"):
@@ -118,6 +116,42 @@ def _rows(sample: Any, whose: str) -> dict[str, NDArray[Any]]:
                 f"{rows[name].shape}"
             )
     return {name: row for name, row in rows.items() if row.ndim == 1 and row.dtype.kind in "biufc"}
+
+
+def _is_row(row: Any, name: str, length: int, whose: str) -> bool:
+    """Whether something in a sample is a row with an item for each of its tokens.
+
+    Args:
+        row: Anything in the sample.
+        name: Its name in the sample.
+        length: How many tokens the sample has.
+        whose: The sample, for an error.
+
+    Raises:
+        ValueError: This is a row of numbers, or labels, of another length.
+    """
+    try:
+        count = None if isinstance(row, (str, bytes, Mapping)) else len(row)
+    except TypeError:
+        count = None
+    if count == length:
+        return True
+    if (name == "labels" and row is not None) or (count and _are_numbers(row)):
+        raise ValueError(
+            f"{whose}: {name!r} has {'no' if count is None else count} items, but there are {length} input_ids: a row "
+            "has one item for each token. Leave other numbers out of the sample"
+        )
+    return False
+
+
+def _are_numbers(row: Any) -> bool:
+    if isinstance(row, torch.Tensor):
+        return row.ndim == 1
+    try:
+        array = np.asarray(row)
+    except ValueError:  # rows of several lengths in one
+        return False
+    return array.ndim == 1 and array.dtype.kind in "biufc"
 
 
 def _names(rows: list[dict[str, NDArray[Any]]], filled: list[int]) -> set[str]:

@@ -16,11 +16,10 @@ from asyncloader.samplers.best_fit import best_fit
 from asyncloader.samplers.lengths import LengthsLike
 from asyncloader.samplers.ordered import OrderedSampler, count_of
 from asyncloader.samplers.pack_collate import pack_collate
-from asyncloader.samplers.pieces import Pieces
 from asyncloader.samplers.shuffle import Shuffle
 from asyncloader.samplers.windows import Units, WindowedBatchSampler
 
-TooLong = Literal["raise", "split", "cut"]
+TooLong = Literal["raise", "cut"]
 _WINDOW = 1 << 13
 _PACKED = "asyncloader.samplers.packed says it once, for both: DataLoader(**packed(dataset, sampler), num_workers=...)"
 
@@ -37,8 +36,7 @@ def packed(
         shift_labels: Let labels be the tokens that come next.
 
     Returns:
-        ``dataset``, in :class:`Pieces` where samples are split; ``batch_sampler``; and ``collate_fn``, which makes
-        batches of `batch_size` blocks.
+        ``dataset``; ``batch_sampler``; and ``collate_fn``, which makes batches of `batch_size` blocks.
 
     Example:
         >>> from asyncloader import DataLoader
@@ -51,12 +49,11 @@ def packed(
         pack_collate,
         block_size=sampler.block_size,
         batch_size=sampler.batch_size,
-        too_long="cut" if sampler.too_long == "cut" else "raise",
+        too_long=sampler.too_long,
         pad_id=pad_id,
         shift_labels=shift_labels,
     )
-    is_split = sampler.too_long == "split" and not isinstance(dataset, Pieces)
-    return {"dataset": Pieces(dataset) if is_split else dataset, "batch_sampler": sampler, "collate_fn": collate}
+    return {"dataset": dataset, "batch_sampler": sampler, "collate_fn": collate}
 
 
 class PackingBatchSampler(WindowedBatchSampler):
@@ -74,9 +71,8 @@ class PackingBatchSampler(WindowedBatchSampler):
             those of one window are looked at.
         block_size: Tokens of a block.
         batch_size: Blocks of one rank's batch.
-        too_long: For samples longer than a block: "raise"; "cut": each counts as one of `block_size` tokens, and
-            :func:`pack_collate` is told to cut it too; "split": each is yielded in pieces, each a :class:`Piece`, which
-            :class:`Pieces` reads from any dataset.
+        too_long: For samples longer than a block: "raise"; or "cut": each counts as one of `block_size` tokens, and
+            :func:`pack_collate` is told to cut it too.
         sampler: The order of samples: a sampler of this package, such as `MixtureSampler`, whose own ranks do not
             matter. By default all samples, shuffled.
         window: Samples that are packed at once: more fill blocks better, and take longer.
@@ -87,8 +83,8 @@ class PackingBatchSampler(WindowedBatchSampler):
         drop_last: Leave out the blocks at an epoch's end that are too few for a batch on all ranks. Otherwise they are
             divided, so that each rank has a last batch, of fewer blocks, and no sample comes twice, unless there are
             fewer than ranks.
-        cost: The cost of samples, as a function of an array of their lengths, where pieces and cut samples have the
-            length that is laid out: ``lambda n: n + n * n / 4096`` for attention within documents. Then batches of a
+        cost: The cost of samples, as a function of an array of their lengths, where cut samples have the length that is
+            laid out: ``lambda n: n + n * n / 4096`` for attention within documents. Then batches of a
             step cost the same on all ranks, as with :class:`BalancedBatchSampler`. A window is packed as whole batches,
             so up to `batch_size` - 1 blocks of each stay empty, and a state is for one `batch_size`.
 
@@ -147,12 +143,7 @@ class PackingBatchSampler(WindowedBatchSampler):
                 )
 
     def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
-        lengths = self._lengths_of(indices)
-        samples, starts = np.arange(len(lengths)), np.zeros_like(lengths)
-        if self.too_long == "split":
-            samples, starts = self._split(lengths)
-        sizes = np.minimum(lengths[samples] - starts, self.block_size)
-
+        sizes = np.minimum(self._lengths_of(indices), self.block_size)
         largest_first = dearest_first(sizes)
         blocks = np.empty_like(sizes)
         blocks[largest_first] = best_fit(sizes[largest_first].tolist(), self.block_size)
@@ -164,13 +155,9 @@ class PackingBatchSampler(WindowedBatchSampler):
         units = blocks if self.cost is None else self._in_batches(blocks, cost_of(self.cost, sizes), *key)
         self._tokens += int(sizes.sum())
         self._space += (int(units.max()) + 1) * self.block_size * (self.batch_size if self.cost else 1)
-        keys = indices[samples]
-        if self.too_long == "split":
-            is_piece = sizes < lengths[samples]
-            keys = np.stack([keys, starts, (starts + sizes) * is_piece], axis=1)
         # Block after block, and within a block in the order of the window, not by length.
         by_block = np.argsort(blocks, kind="stable")
-        return Units(keys[by_block], units[by_block])
+        return Units(indices[by_block], units[by_block])
 
     def _in_batches(self, blocks: NDArray[np.int64], costs: NDArray[np.float64], *key: int) -> NDArray[np.int64]:
         """Return the batch of each sample, in batches of blocks that cost the same; the order of these is planned too.
@@ -186,18 +173,11 @@ class PackingBatchSampler(WindowedBatchSampler):
         order = alike_in_a_row(np.bincount(batches, of_blocks, count), *key, shuffle=self.shuffle)
         return np.argsort(order)[batches][blocks]
 
-    def _split(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return of each piece its sample, and where in it the piece begins; samples that fit are one piece."""
-        counts = np.maximum(-(-lengths // self.block_size), 1)
-        samples = np.repeat(np.arange(len(lengths)), counts)
-        number = np.arange(len(samples)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return samples, number * self.block_size
-
     def _check_length(self, index: int, length: int) -> None:
         if length > self.block_size and self.too_long == "raise":
             raise ConfigurationError(
                 f"sample {index} has {length} tokens, and a block has {self.block_size}: give a larger block_size, or "
-                'too_long="split" or "cut"'
+                'too_long="cut", or divide such samples in the dataset'
             )
 
     def _state_identity(self) -> dict[str, Any]:

@@ -27,15 +27,13 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.lengths import Lengths, LengthsLike
 from asyncloader.samplers.ordered import ENDLESS, OrderedSampler, ResumableSampler, Run, count_of
-from asyncloader.samplers.pieces import Piece
 
 
 class Units:
     """The units of a window, one behind the other, in an array: 8 bytes a sample, a fifth of what lists take.
 
     Args:
-        keys: The indices of samples, (N,); or (N, 3): pieces of samples, as in :class:`Piece`, and whole samples, whose
-            end is 0.
+        keys: The indices of samples.
         units: The number of the unit that each of them is in. Within a unit they stay in the order given.
     """
 
@@ -49,8 +47,8 @@ class Units:
 
     def keys_of(self, number: int) -> list[Any]:
         """Return the keys of a unit, for a dataset."""
-        rows = self._keys[self._ends[number - 1] if number else 0 : self._ends[number]].tolist()
-        return rows if self._keys.ndim == 1 else [Piece(*row) if row[2] else row[0] for row in rows]
+        keys: list[Any] = self._keys[self._ends[number - 1] if number else 0 : self._ends[number]].tolist()
+        return keys
 
 
 class EpochPlan:
@@ -109,7 +107,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
     """
 
     _beginning: ClassVar[Mapping[str, int]] = {"window": 0, "unit": 0}
-    _measure: ClassVar[type[Lengths]] = Lengths
+    _measure: ClassVar[str] = "length"
     """What is known of samples: their lengths, or their costs."""
     _units_per_batch = 1
     _samples_per_unit: int | None = None
@@ -134,10 +132,10 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
                 f"{type(sampler).__name__}"
             )
         of_sampler = None if sampler is None else sampler.num_indices()
-        self.lengths = self._measure(lengths)
+        self.lengths = Lengths(lengths, self._measure)
         if of_sampler not in (None, self.lengths.count):
             raise ConfigurationError(
-                f"there are {self.lengths.count} {self._measure.noun}s, but the sampler is one of {of_sampler} samples"
+                f"there are {self.lengths.count} {self._measure}s, but the sampler is one of {of_sampler} samples"
             )
         self.window = count_of("window", window)
         self.shuffle = shuffle
@@ -209,7 +207,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         self.sampler._check_state(state["sampler"])
 
     def _state_identity(self) -> dict[str, Any]:
-        return {f"{self._measure.noun}s": self.lengths.identity, **super()._state_identity()}
+        return {f"{self._measure}s": self.lengths.identity, **super()._state_identity()}
 
     def _bare_state(self, run: Run, items: int) -> dict[str, Any]:
         assert run.within is not None

@@ -48,7 +48,6 @@ MAKES: dict[str, Callable[..., Any]] = {
         _LENGTHS, max_tokens=600, window=100, sampler=MixtureSampler([300, 400], [1, 1], seed=3), **place
     ),
     "packing": lambda **place: PackingBatchSampler(_LENGTHS, block_size=150, batch_size=2, window=64, **place),
-    "packing, split": lambda **place: PackingBatchSampler(_LENGTHS, block_size=60, too_long="split", **place),
     "packing, cut": lambda **place: PackingBatchSampler(
         _LENGTHS, block_size=60, too_long="cut", drop_last=True, **place
     ),
@@ -81,7 +80,6 @@ EXPECTED = {
     "lengths, in order": (4048984086, 914476192),
     "lengths of a mixture": (2715897584, 2816741929),
     "packing": (1033622182, 2601826689),
-    "packing, split": (2867898336, 1441583301),
     "packing, cut": (3461067264, 2392074513),
     "packing, in order": (3014674049, 3552974363),
     "packing by cost": (3499045168, 196197338),

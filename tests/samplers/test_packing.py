@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import DataLoader
 
 import asyncloader
 from asyncloader import ConfigurationError
-from asyncloader.samplers import PackingBatchSampler, Piece, Pieces, pack_collate, packed
+from asyncloader.samplers import PackingBatchSampler, pack_collate, packed
 from asyncloader.samplers.best_fit import best_fit
 
 Tokens = list[torch.Tensor]
@@ -69,17 +68,17 @@ def test_blocks_are_full(sigma: float, block_size: int) -> None:
 @settings(deadline=None, max_examples=60)
 @given(lengths=st.lists(st.integers(0, 45), min_size=1, max_size=60), batch_size=st.integers(1, 4), data=st.data())
 def test_all_tokens_come_once(lengths: list[int], batch_size: int, data: Any) -> None:
-    """Split samples too, in pieces; `too_long="cut"` loses what is beyond a block, and no more."""
-    too_long = data.draw(st.sampled_from(["split", "cut"]))
+    """What is beyond a block is lost with `too_long="cut"`, and no more; nothing of samples that were divided."""
+    is_divided = data.draw(st.booleans())
     docs = documents(lengths)
-    sampler = PackingBatchSampler(lengths, block_size=16, batch_size=batch_size, too_long=too_long, window=20)
+    docs = [part for doc in docs for part in doc.split(16)] if is_divided else docs
+    sampler = PackingBatchSampler(list(map(len, docs)), block_size=16, batch_size=batch_size, too_long="cut", window=20)
     collate = partial(pack_collate, block_size=16, batch_size=batch_size, too_long="cut")
     seen: Counter[int] = Counter()
-    for batch in DataLoader(Pieces(docs), batch_sampler=sampler, collate_fn=collate):
+    for batch in DataLoader(docs, batch_sampler=sampler, collate_fn=collate):
         assert batch["input_ids"].shape == (batch_size, 16)
         seen.update(batch["input_ids"][batch["document_ids"] >= 0].tolist())
-    kept = [doc if too_long == "split" else doc[:16] for doc in docs]
-    assert seen == Counter(token for doc in kept for token in doc.tolist())
+    assert seen == Counter(token for doc in docs for token in doc[:16].tolist())
 
 
 @settings(deadline=None, max_examples=100)
@@ -227,76 +226,20 @@ def test_rows_that_do_not_fit_their_tokens(bad: str) -> None:
         )
 
 
-def test_pieces_of_rows_that_do_not_fit() -> None:
-    """Labels that are too few for the whole sample may be as many as there are in a piece of it."""
-    sample: dict[str, Any] = {"input_ids": list(range(6)), "labels": [7, 7, 7], "id": "a", "words": list("abcdef")}
-    with pytest.raises(ValueError, match="sample 0: 'labels' has 3 items, but there are 6 input_ids"):
-        Pieces([sample])[Piece(0, 0, 3)]
-    sample["labels"] = torch.arange(6)
-    piece = Pieces([sample])[Piece(0, 2, 4)]
-    assert (piece["labels"].tolist(), piece["id"], piece["words"]) == ([2, 3], "a", ["c", "d"])
-
-
 def test_what_does_not_fit_is_told() -> None:
     """A sample that is too long, and samples whose lengths are not those that were planned with."""
-    with pytest.raises(
-        ValueError, match="sample 1 of the batch has 20 tokens, and a block has 16: wrap the dataset in"
-    ):
+    with pytest.raises(ValueError, match="sample 1 of the batch has 20 tokens, and a block has 16: divide it in the"):
         pack_collate(documents([3, 20]), block_size=16)
     with pytest.raises(ValueError, match="2 samples of 20 tokens need 2 blocks of 16, more than the batch_size of 1"):
         pack_collate(documents([10, 10]), block_size=16, batch_size=1)
-    with pytest.raises(ConfigurationError, match=r'sample 1 has 20 tokens, and a block has 16: .*"split" or "cut"'):
+    with pytest.raises(ConfigurationError, match=r'sample 1 has 20 tokens, and a block has 16: .*too_long="cut"'):
         PackingBatchSampler([3, 20], block_size=16)
     with pytest.raises(ConfigurationError, match="batch_size should be an integer of at least 1, but got True"):
         PackingBatchSampler([3, 20], block_size=16, batch_size=True)
 
 
-class Bulk:
-    """Fetches the samples of a batch at once."""
-
-    def __init__(self, docs: Tokens) -> None:
-        self.docs = docs
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.docs)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        raise AssertionError("it should have been asked for many at once")
-
-    def __getitems__(self, indices: list[int]) -> Tokens:
-        return [self.docs[index] for index in indices]
-
-
-def test_samples_of_whole_blocks_have_no_piece_without_tokens() -> None:
-    """A sample of just a block is no piece, one of two blocks is two."""
-    sampler = PackingBatchSampler([16, 32, 5], block_size=16, too_long="split", shuffle=False)
-    assert [key for batch in sampler for key in batch] == [0, Piece(1, 0, 16), Piece(1, 16, 32), 2]
-
-
-def test_pieces_are_cut_of_their_samples() -> None:
-    """Of rows and of dictionaries, one by one or many at once; whole samples stay as they are."""
-    docs = documents([10, 3])
-    piece = Piece(0, 4, 6)
-    assert Pieces(docs)[piece].tolist() == [1004, 1005]
-    assert Pieces(docs)[1] is docs[1]
-    assert len(Pieces(docs)) == 2
-    assert pickle.loads(pickle.dumps(Pieces(docs)))[piece].tolist() == [1004, 1005]
-    assert not hasattr(Pieces(docs), "__getitems__")
-    found = Pieces(Bulk(docs)).__getitems__([piece, 1])
-    assert [row.tolist() for row in found] == [[1004, 1005], docs[1].tolist()]
-    bulk = Pieces(Bulk(docs))
-    bulk.set_epoch(3)
-    assert pickle.loads(pickle.dumps(bulk)).epoch == bulk.dataset.epoch == 3
-    sample = {"input_ids": [1, 2, 3, 4, 5, 6, 7], "mask": [0, 1, 0, 1, 0, 1, 0], "name": "of seven", "source": 2}
-    assert Pieces([sample])[piece] == {"input_ids": [5, 6], "mask": [0, 1], "name": "of seven", "source": 2}
-
-
 @pytest.mark.parametrize("loader_class", [DataLoader, asyncloader.DataLoader])
-@pytest.mark.parametrize("too_long", ["raise", "split", "cut"])
+@pytest.mark.parametrize("too_long", ["raise", "cut"])
 def test_sizes_are_said_once(loader_class: Any, too_long: Any) -> None:
     """`packed` gives any loader the dataset, the sampler and the collation that belong together."""
     lengths = [5, 3, 9, 2] if too_long != "raise" else [5, 3, 4, 2]
@@ -305,12 +248,12 @@ def test_sizes_are_said_once(loader_class: Any, too_long: Any) -> None:
     batches = list(loader_class(**packed(rows, sampler, pad_id=99), num_workers=1))
     assert {batch["input_ids"].shape for batch in batches} == {(2, 6)}
     tokens = Counter(token for batch in batches for token in batch["input_ids"].flatten().tolist() if token != 99)
-    whole = Counter(token for row in rows for token in (row[:6] if too_long == "cut" else row).tolist())
+    whole = Counter(token for row in rows for token in row[:6].tolist())
     assert tokens == whole
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    """Another shape, unpacked rows and pieces that nobody cuts used to come in silence, or as a riddle."""
+    """Another shape and unpacked rows used to come in silence, or as a riddle."""
     rows = documents([5, 3, 4, 2])
     sampler = PackingBatchSampler([5, 3, 4, 2], block_size=6, batch_size=2)
 
@@ -326,10 +269,3 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refuses("has too_long='cut', and pack_collate too_long='raise'", partial(pack_collate, block_size=4), cuts)
     for fits in (list, partial(pack_collate, block_size=6), partial(pack_collate, block_size=6, batch_size=2)):
         asyncloader.DataLoader(rows, batch_sampler=sampler, collate_fn=fits)
-    splits = PackingBatchSampler([5, 3, 4, 2], block_size=4, too_long="split")
-    collate = partial(pack_collate, block_size=4)
-    for whole in (rows, ConcatDataset([rows])):  # type: ignore[list-item]
-        loader = asyncloader.DataLoader(whole, batch_sampler=splits, collate_fn=collate)
-        with pytest.raises(TypeError, match=r"wrap it in asyncloader\.samplers\.Pieces"):
-            list(loader)
-    assert sorted([Piece(1, 2, 3), Piece(0, 5, 6)]) == [Piece(0, 5, 6), Piece(1, 2, 3)]

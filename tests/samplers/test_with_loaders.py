@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +22,7 @@ from asyncloader.samplers import (
     LengthBatchSampler,
     MixtureSampler,
     PackingBatchSampler,
-    Piece,
-    Pieces,
     WeightedSampler,
-    pack_collate,
 )
 from asyncloader.testing import assert_resumable
 
@@ -45,12 +40,6 @@ class Documents(Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((int(LENGTHS[index]),), index)
-
-
-class AsyncDocuments(Documents):
-    async def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
-        await asyncio.sleep(0)
-        return super().__getitem__(index)
 
 
 def firsts(samples: list[torch.Tensor]) -> list[int]:
@@ -163,52 +152,6 @@ def test_torchs_loader_goes_on_from_state_after() -> None:
     sampler.load_state_dict(state)
     drawn += TorchLoader(Documents(), batch_sampler=sampler, collate_fn=firsts)
     assert sorted(index for batch in drawn for index in batch) == list(range(COUNT))
-
-
-@pytest.mark.parametrize("dataset", [Documents, AsyncDocuments])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_pieces_of_plain_and_async_datasets(dataset: type[Documents], num_workers: int) -> None:
-    """Split samples come whole, in blocks, from workers too."""
-    sampler = PackingBatchSampler(LENGTHS, block_size=32, batch_size=4, too_long="split")
-    collate = partial(pack_collate, block_size=32, batch_size=4)
-    seen: Counter[int] = Counter()
-    loader = DataLoader(Pieces(dataset()), batch_sampler=sampler, collate_fn=collate, num_workers=num_workers)
-    with iter(loader) as batches:
-        for batch in batches:
-            seen.update(batch["input_ids"][batch["document_ids"] >= 0].tolist())
-    assert seen == Counter(dict(enumerate(LENGTHS.tolist())))
-
-
-class Opened:
-    """An async dataset that has to be open."""
-
-    is_open = False
-
-    def __len__(self) -> int:
-        return 1
-
-    async def __aenter__(self) -> Opened:
-        self.is_open = True
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.is_open = False
-
-    async def __getitem__(self, index: int) -> list[int]:
-        assert self.is_open
-        return [1, 2, 3]
-
-    async def __getitems__(self, indices: list[int]) -> list[list[int]]:
-        return [await self[index] for index in indices]
-
-
-def test_pieces_open_and_close_what_they_read_from() -> None:
-    """An async dataset is opened with them."""
-    inner = Opened()
-    loader = DataLoader(Pieces(inner), batch_sampler=[[Piece(0, 1, 2), 0]], collate_fn=list)
-    with iter(loader) as batches:
-        assert list(batches) == [[[2], [1, 2, 3]]]
-    assert not inner.is_open
 
 
 class Numbers(Dataset[int]):
