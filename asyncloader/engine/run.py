@@ -357,14 +357,15 @@ class Run:
         A consumer that is about to wait leaves its waiter first, and then looks once more. So it finds what is appended
         here, or is found among those that wait.
         """
-        delivered, handoff, now = self.scheduler.delivered, self.handoff, perf_counter()
+        handoff, now = self.handoff, perf_counter()
+        # Taken out first: if a wake-up raises, the run ends, and nothing may be handed over a second time by then.
+        delivered, self.scheduler.delivered = self.scheduler.delivered, []
         for item in delivered:
             if item.times is not None:
                 item.times.ready_at = now
         handoff.ready.extend(delivered)
         for _ in range(min(len(delivered), handoff.waiting)):
             handoff.wake()
-        delivered.clear()
 
     def follow(self) -> None:
         """Wake consumers if the scheduler lets them read further, or has delivered everything."""

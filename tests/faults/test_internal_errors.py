@@ -31,6 +31,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import asyncloader
 from asyncloader import DataLoader, WorkerError
+from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.portal import get_portal
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.errors import InternalError
@@ -496,6 +497,28 @@ def test_a_broken_scheduler_ends_the_run(
     assert "on_outcome" in names
     assert names[-1] == "broken"
     assert case.epoch(loader) is None
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_wakeup_that_fails_has_no_batch_come_twice(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was handed over before the error is given once, in order, and then the error."""
+    calls = []
+    wake = Handoff.wake
+
+    def broken(self: Handoff[Any]) -> None:
+        calls.append(threading.current_thread())
+        if calls.count(calls[-1]) == number and calls[-1] is not threading.main_thread():
+            raise InjectedError("wake")
+        wake(self)
+
+    got = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Handoff, "wake", broken)
+        with contextlib.suppress(InternalError):
+            for batch in make_loader("processes", Path()):
+                time.sleep(0.002)  # so that the workers are ahead
+                got.append(batch.tolist())
+    assert got == RIGHT[: len(got)]
 
 
 def test_whoever_goes_on_after_the_error_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
