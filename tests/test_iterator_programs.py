@@ -178,8 +178,9 @@ class Program:
             rivals = [each for each in older if each.gone is None or each.gone > newest.gone]
             if not rivals:
                 return newest, False
-            if max(each.used for each in rivals) <= newest.gone:
-                return rivals[-1], True
+            last = max(rivals, key=lambda each: each.used)
+            if last.used <= newest.gone:
+                return last, last.used < newest.used
             known = older
         return None, False
 

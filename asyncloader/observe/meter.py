@@ -125,6 +125,11 @@ class Meter:
         self._cpu_due_at = 0.0  # a system call for each batch would take as long as counting it otherwise
         self._taken_at = 0.0  # when a batch was taken last, from when on the consumer trains
 
+    @property
+    def taken_at(self) -> float:
+        """When a batch was taken last; 0.0 before the first one."""
+        return self._taken_at
+
     def _mark(self, text: str, at: float) -> None:
         if self._trace is not None:
             self._trace.mark(text, at)

@@ -1,12 +1,12 @@
-"""Which of a loader's runs its methods speak of: the newest one whose iterator is alive.
+"""Which of a loader's runs its methods speak of: the one that has given a batch last, or has begun.
 
     for batch in loader:                    run 0
         if step == 6:
-            picture(next(iter(loader)))     run 1 begins and is dropped: the methods speak of run 0 again
-    loader.state_dict()                     run 0 is gone too, and was used last: they speak of it
+            picture(next(iter(loader)))     run 1 begins and is dropped after a batch: it was a look beside run 0
+    loader.state_dict()                     run 0 was used last: the methods speak of it
 
-An iterator is alive until it is dropped, closed or at its end. Batches that are given are not noted: how far runs are
-is looked at when one begins, when an iterator is dropped, and when somebody asks.
+A run that was dropped after one batch at most was a look, and the methods speak of the run beside it, if that has
+outlived it. Nothing is noted for this when a batch is given: figures have the time at which it was taken.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import repeat
+from collections.abc import Callable
 from operator import attrgetter
+from time import perf_counter
 from typing import Any
 
 from asyncloader.observe.meter import Meter
@@ -25,9 +24,8 @@ from asyncloader.run.checkpoint import Checkpointer
 
 log = logging.getLogger("asyncloader")
 
-_how_far = attrgetter("counted", "end_is_known")
-"""Of a `Progress`: the batches that are counted, and the calls that are not; whether the end is known."""
-
+_REMEMBERED = 64
+"""Iterators that were dropped."""
 _IN_DOUBT = (
     "The loader's state was asked for while two of its iterators were in use. It is that of the one that has given %d "
     "batches, not of the other, which has given %d. If the other one is meant, call state_dict() of that iterator. If "
@@ -46,28 +44,26 @@ _RESTARTED = (
 
 
 class RunRecord:
-    """A run, as its loader knows it. Belongs to a `CurrentRun`, whose moments are numbers.
+    """A run, as its loader knows it.
 
     Attributes:
         checkpointer: Makes its states.
         is_resumed: It has begun from a state of the middle of a run.
-        beside: The runs whose iterators were alive when it began.
         meter: Counts what happens in it; None before it is made.
-        iterator: Returns its iterator; None if that is gone.
-        begun_at: The moment at which it began.
-        used_at: The last moment at which it was found to be further than before.
-        gone_at: The moment at which its iterator was found not to be alive; None while it is.
+        iterator: Refers to its iterator; returns None if that is gone.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, is_resumed: bool, beside: Sequence[RunRecord], now: int) -> None:
+    def __init__(self, checkpointer: Checkpointer, *, is_resumed: bool) -> None:
         self.checkpointer = checkpointer
         self.is_resumed = is_resumed
-        self.beside = tuple(beside)
         self.meter: Meter | None = None
         self.iterator: Callable[[], Any] = _nobody
-        self.begun_at = self.used_at = now
-        self.gone_at: int | None = None
-        self._seen = _given(_how_far(checkpointer.progress))
+        self._begun_at = perf_counter()
+
+    @property
+    def used_at(self) -> float:
+        """When it began, or has given a batch last."""
+        return self._begun_at if self.meter is None else max(self._begun_at, self.meter.taken_at)
 
     @property
     def given(self) -> int:
@@ -80,17 +76,16 @@ class RunRecord:
         """Whether a consumer was told that there are no more batches."""
         return self.checkpointer.progress.end_is_known
 
-    def note(self, seen: tuple[Any, bool], now: int) -> None:
-        """Note how far it was at a moment."""
-        if (given := _given(seen)) != self._seen:
-            self._seen, self.used_at = given, now
-
-    def look(self, now: int) -> None:
-        """Note how far it is, and whether its iterator is alive."""
-        self.note(_how_far(self.checkpointer.progress), now)
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may give another batch."""
         iterator = self.iterator()
-        if self.gone_at is None and (iterator is None or iterator.is_closed or self.has_ended):
-            self.gone_at = now
+        return iterator is not None and not (iterator.is_closed or self.has_ended)
+
+    @property
+    def was_a_look(self) -> bool:
+        """Whether it was left after a batch, or before it."""
+        return self.given <= 1 and not (self.has_ended or self.is_alive)
 
 
 class CurrentRun:
@@ -105,19 +100,18 @@ class CurrentRun:
 
     def __init__(self, warned: set[str]) -> None:
         self.records: tuple[RunRecord, ...] = ()
-        self._drops: deque[tuple[int, list[tuple[Any, bool]]]] = deque()
-        self._now = 0
+        # References to iterators that were dropped, in this order. Each is put here without a function of ours: what
+        # the handler of a signal raises in one, while an object goes, is lost.
+        self._dropped: deque[Any] = deque(maxlen=_REMEMBERED)
         self._warned = warned
 
     def begin(self, checkpointer: Checkpointer, *, is_resumed: bool) -> None:
         """Note a run that begins."""
         last = self.record()
-        self._look()
-        if last is not None and last.gone_at is not None and last.iterator is not _nobody:
+        if last is not None and last.iterator is not _nobody and not last.is_alive:
             self._warn_if_used_up(last)
-        beside = [each for each in self.records if each.gone_at is None]
-        self._now += 1
-        self.records = (*beside, RunRecord(checkpointer, is_resumed=is_resumed, beside=beside, now=self._now))
+        beside = (each for each in self.records if each.is_alive)
+        self.records = (*beside, RunRecord(checkpointer, is_resumed=is_resumed))
 
     def hand_on(self, iterator: Any) -> None:
         """Note the iterator of the newest run. With persistent workers it had another run before, which is over."""
@@ -125,10 +119,9 @@ class CurrentRun:
         for each in older:
             if each.iterator() is iterator:
                 self._warn_if_used_up(each)
-                newest.beside = tuple(other for other in newest.beside if other is not each)
                 self.records = (*(other for other in older if other is not each), newest)
                 break
-        newest.iterator = self._refer_to(iterator, newest)
+        newest.iterator = weakref.ref(iterator, self._dropped.append)
 
     def record(self, *, of_state: bool = False) -> RunRecord | None:
         """Return the current run; None before the first one.
@@ -136,13 +129,16 @@ class CurrentRun:
         Args:
             of_state: A state is to be made of it. If there is doubt, a warning says which run that is.
         """
-        if len(self.records) < 2:
-            return self.records[0] if self.records else None
-        self._look()
-        chosen, others = self._choose()
-        if others and of_state:
-            self._warn(_IN_DOUBT, chosen.given, others[-1].given)
-        return chosen
+        if not self.records:
+            return None
+        *others, last = sorted(self.records, key=attrgetter("used_at"))
+        rivals = [each for each in others if each.is_alive or (not last.is_alive and self._has_outlived(each, last))]
+        if not rivals or (last is self.records[-1] and last.is_alive):
+            return last
+        meant, other = (rivals[-1], last) if last.was_a_look else (last, rivals[-1])
+        if of_state:
+            self._warn(_IN_DOUBT, meant.given, other.given)
+        return meant
 
     def warn_of_restart(self) -> None:
         """Warn if the run whose workers are to begin another one has given batches, and has more."""
@@ -157,58 +153,21 @@ class CurrentRun:
                 iterator.leave()
         self.records = ()
 
-    def _choose(self) -> tuple[RunRecord, list[RunRecord]]:
-        """Return the current run, and those that may be meant as well."""
-        *older, newest = self.records
-        if (gone_at := newest.gone_at) is None:
-            return newest, [each for each in older if each.gone_at is None and each.used_at >= newest.used_at]
-        begun_at = newest.begun_at if newest.iterator() is not None else gone_at  # nobody knows when it came to its end
-        rivals = [each for each in older if each.gone_at is None or max(each.gone_at, each.used_at) > begun_at]
-        if not rivals:
-            return newest, []
-        last = max(rivals, key=lambda each: each.used_at)
-        if last.used_at > gone_at:
-            self.records = tuple(older)  # the newest was a look beside it
-            return self._choose()
-        was_a_look = last.given <= 1 and (newest.given > 1 or newest.has_ended)
-        return (newest, [last]) if was_a_look else (last, [newest])
+    def _has_outlived(self, record: RunRecord, other: RunRecord) -> bool:
+        """Whether the iterator of a run was dropped after that of another one, or may have come to its end after it."""
+        dropped = list(self._dropped)
+        if record.iterator not in dropped or other.iterator not in dropped:  # closed, or at its end, some time ago
+            return True
+        return dropped.index(record.iterator) > dropped.index(other.iterator)
 
     def _warn_if_used_up(self, last: RunRecord) -> None:
         if last.is_resumed and not last.has_ended:
             self._warn(_USED_UP, last.given)
 
-    def _refer_to(self, iterator: Any, record: RunRecord) -> Callable[[], Any]:
-        """Return a weak reference. When the iterator is dropped, how far the runs beside it are is noted.
-
-        That is done without a function of ours: what a signal's handler raises in one, while an object goes, is lost.
-        """
-        beside = [each.checkpointer.progress for each in record.beside]
-        looks = map(list, map(map, repeat(_how_far), repeat(beside)))
-        return weakref.ref(iterator, partial(next, map(self._drops.append, zip(repeat(record.begun_at), looks))))
-
     def _warn(self, text: str, *counts: int) -> None:
         if text not in self._warned:
             self._warned.add(text)
             log.warning(text, *counts)
-
-    def _look(self) -> None:
-        while self._drops:
-            begun_at, looks = self._drops.popleft()
-            self._now += 1
-            for dropped in self.records:
-                if dropped.begun_at == begun_at and dropped.iterator() is None:
-                    dropped.gone_at = dropped.gone_at or self._now
-                    for each, seen in zip(dropped.beside, looks, strict=True):
-                        each.note(seen, self._now)
-        self._now += 1
-        for each in self.records:
-            each.look(self._now)
-
-
-def _given(seen: tuple[Any, bool]) -> tuple[int, bool]:
-    """Return how many batches were done with at a look, and whether the end was known."""
-    (place, calls), is_end_known = seen
-    return place.position + len(place.ahead) + sum(call.item is None for call in calls), is_end_known
 
 
 def _nobody() -> None:
