@@ -124,7 +124,8 @@ def to_device(
             CPU batches stay as they are.
         prefetch: How many batches are copied ahead; at most ``2 + 2 * prefetch`` are on the device. Of a loader of ours
             only those that are ready: no batch is waited for ahead. 0 where the loader's states are large: otherwise
-            one is taken for each batch.
+            one is taken for each batch. With 0, a state that a signal's handler takes in the middle of `next` counts
+            the batch that is on its way.
         transform: A function that gets each batch on the device and returns another one: bytes into floats, crops,
             noise. It runs on the stream of the copies. Around a loader of ours, draws from global generators in it,
             that of the device included, depend on seed, epoch, rank and number of the batch alone.
