@@ -39,6 +39,10 @@ class Trace:
     Args:
         path: The file; what is there is replaced.
 
+    Attributes:
+        key: The process that writes it, and the file. A fork of this process leaves the file alone; 0 if the file does
+            not take any more.
+
     Raises:
         OSError: if it cannot be made.
     """
@@ -50,7 +54,7 @@ class Trace:
         self._named: set[int] = set()
         self._lanes: dict[int, list[float]] = {}  # of each worker, until when its lanes are taken
         self._lock = threading.Lock()
-        self._writer: int | None = os.getpid()  # a fork of this process leaves the file alone
+        self.key = _key(path)
         self._end_at = 1
         self.path.write_bytes(b"[" + _END)
 
@@ -74,7 +78,7 @@ class Trace:
 
         Finalizers do not wait for a thread that is writing, which may be the one they interrupt.
         """
-        if self._writer != os.getpid() or not self._lock.acquire(blocking=wait):
+        if self.key[0] != os.getpid() or not self._lock.acquire(blocking=wait):
             return
         try:
             until = len(self._noted)
@@ -82,7 +86,7 @@ class Trace:
             if text := b",\n".join(json.dumps(event).encode() for each in noted for event in self._events(*each)):
                 self._append((b",\n" if self._end_at > 1 else b"\n") + text)
         except OSError as error:
-            self._writer = None
+            self.key = 0, ""
             log.warning("The timeline in %s ends here, the training goes on: %s", self.path, error)
         finally:
             self._lock.release()
@@ -161,7 +165,7 @@ def _names(track: int) -> Iterator[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------------------------- sharing
 
-_open: weakref.WeakValueDictionary[tuple[int, str], Trace] = weakref.WeakValueDictionary()
+_by_loader: weakref.WeakKeyDictionary[Any, Trace] = weakref.WeakKeyDictionary()
 _sharing = threading.Lock()
 
 
@@ -173,9 +177,19 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
-def shared_trace(path: str | os.PathLike[str]) -> Trace:
-    """Return the timeline that loaders of this process write into a file: one, as long as any of them is there."""
-    key = os.getpid(), os.path.realpath(path)
+def _key(path: str | os.PathLike[str]) -> tuple[int, str]:
+    return os.getpid(), os.path.realpath(path)
+
+
+def shared_trace(path: str | os.PathLike[str], loader: Any) -> Trace:
+    """Return the timeline that loaders of this process write into a file: one, as long as any of them is there.
+
+    Args:
+        path: The file.
+        loader: An object that lives as long as the loader. (A run that ends in the background refers to its timeline
+            for a moment longer.)
+    """
     with _sharing:
-        trace = _open.get(key) or _open.setdefault(key, Trace(path))
+        known = {trace.key: trace for trace in _by_loader.values()}
+        trace = _by_loader[loader] = known.get(_key(path)) or Trace(path)
     return trace

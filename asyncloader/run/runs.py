@@ -206,7 +206,7 @@ class Runs:
     def _open_trace(self, options: Options) -> Trace | None:
         """Return where the timeline of a run is written. All runs share one file, with other loaders that name it."""
         if options.trace is not None and (self._trace is None or self._trace.path != Path(options.trace)):
-            self._trace = shared_trace(options.trace)
+            self._trace = shared_trace(options.trace, self)
             weakref.finalize(self, self._trace.write, wait=False)
         return None if options.trace is None else self._trace
 

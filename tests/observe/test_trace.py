@@ -213,9 +213,9 @@ def test_a_fork_while_another_thread_makes_a_file(tmp_path: Path, monkeypatch: p
 
     def child() -> None:
         signal.alarm(10)
-        shared_trace(tmp_path / "child.json")
+        shared_trace(tmp_path / "child.json", Load(1))
 
-    thread = threading.Thread(target=shared_trace, args=(tmp_path / "run.json",))
+    thread = threading.Thread(target=shared_trace, args=(tmp_path / "run.json", Load(1)))
     thread.start()
     try:
         assert began.wait(10)
