@@ -52,8 +52,13 @@ def engine(iterator: Any) -> Engine:
 
 
 def run(iterator: Any) -> Any:
-    """Return the run that consumers of an iterator take batches from, a `Run` or an `InlineRun`."""
+    """Return the run that consumers of an iterator with workers take batches from."""
     return iterator._run
+
+
+def is_waiting(iterator: Any) -> bool:
+    """Whether a consumer waits for a batch."""
+    return (iterator._run.handoff if hasattr(iterator, "_run") else iterator._handoff).is_awaited  # type: ignore[no-any-return]
 
 
 def workers(iterator: Any) -> list[Any]:

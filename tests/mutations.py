@@ -100,10 +100,10 @@ MUTATIONS = (
         "engine/test_engine.py test_renewal.py",
     ),
     Mutation(
-        "a batch goes to a consumer whose loop is closed",
+        "a consumer sleeps beside an item that was put between its look and its waiter",
         "engine/handoff.py",
-        "its loop was closed\n            return False",
-        "its loop was closed\n            return True",
+        "return changed() or lock.acquire",
+        "return lock.acquire",
         "engine/test_handoff.py",
     ),
     Mutation(
@@ -185,10 +185,10 @@ MUTATIONS = (
     ),
     Mutation(
         "without workers, a batch is lost if its making is interrupted",
-        "run/inline_run.py",
-        "            if not aside:\n                self.is_torn",
-        "            if not aside:\n                del self.to_do[0]\n                self.is_torn",
-        "run/test_inline_run.py faults/test_interrupts_everywhere.py",
+        "run/inline_iterator.py",
+        "            if maker.host.ends(raised):\n",
+        "            if maker.host.ends(raised):\n                plan.keys = NOTHING\n",
+        "run/test_inline_iterator.py faults/test_interrupts_everywhere.py",
     ),
     Mutation(
         "an overlapping sample forgets its place in the epoch",

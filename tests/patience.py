@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from asyncloader import BatchTimeoutError
@@ -35,6 +35,18 @@ def patiently(batches: Iterator[Any]) -> Iterator[Any]:
         try:
             batch = next(batches)
         except StopIteration:
+            return
+        except BatchTimeoutError:
+            continue
+        yield batch
+
+
+async def patiently_async(batches: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Take what is left as `patiently` does, by the other face."""
+    while True:
+        try:
+            batch = await anext(batches)
+        except StopAsyncIteration:
             return
         except BatchTimeoutError:
             continue

@@ -181,7 +181,7 @@ def test_every_batch_comes_once_and_in_order(count: int, size: int, choices: lis
         if choice == 0:
             driver.turn()
         elif choice == 1 and (item := driver.take()) is not None:
-            seen.append(item.open()[0])
+            seen.append(item.outcome.data)
         elif choice == 2 and run.has_news():
             try:
                 run.read_on()
@@ -266,32 +266,6 @@ def test_an_interrupt_in_who_brings_keys_wakes_the_consumer(monkeypatch: pytest.
         line.put(1)
     assert woken
     assert driver.run.has_news()
-
-
-def test_a_thread_that_waits_for_keys_holds_up_no_task() -> None:
-    """Without workers: they share an iterator, and each gets batches or waits."""
-    dataset = Fed()
-    iterator = iter(DataLoader(dataset, 2))
-    found: list[list[int]] = []
-
-    async def take() -> None:
-        async for batch in iterator:
-            found.append(batch.tolist())
-            await asyncio.sleep(0.01)
-
-    threads = [
-        threading.Thread(target=lambda: found.extend(batch.tolist() for batch in iterator), daemon=True),
-        threading.Thread(target=lambda: asyncio.run(take()), daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-    for first in range(0, 40, 2):
-        dataset.line.put(first, first + 1)
-    dataset.line.put(END)
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    assert sorted(found) == [[first**2, (first + 1) ** 2] for first in range(0, 40, 2)]
 
 
 class Follows(Line):

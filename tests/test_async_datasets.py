@@ -27,7 +27,7 @@ from torch.utils.data import (
 from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError, sample_rng
 from asyncloader.worker import stream as child_stream
 from tests import inside
-from tests.patience import patiently, wait_until
+from tests.patience import patiently, patiently_async, wait_until
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
 PLACES = [
@@ -439,7 +439,8 @@ async def test_a_timeout_names_the_await(place: dict[str, Any], gate: Gate) -> N
     for face in ("for", "async for"):
         dataset: Any = Gated(gate, at=4)
         iterator: Any = iter(DataLoader(dataset, batch_size=4, timeout=1.0, **place))
-        assert next(patiently(iterator)).tolist() == SQUARES[:4]
+        first = next(patiently(iterator)) if face == "for" else await anext(patiently_async(iterator))
+        assert first.tolist() == SQUARES[:4]
         with pytest.raises(BatchTimeoutError) as caught:
             next(iterator) if face == "for" else await anext(iterator)
         assert caught.value.keys == [4, 5, 6, 7]
@@ -448,7 +449,8 @@ async def test_a_timeout_names_the_await(place: dict[str, Any], gate: Gate) -> N
         assert "1 of the 4 samples" in caught.value.stack
         del caught
         gate.open()
-        assert flat(patiently(iterator)) == SQUARES[4:]
+        rest = [*patiently(iterator)] if face == "for" else [batch async for batch in patiently_async(iterator)]
+        assert flat(rest) == SQUARES[4:]
         gate.path.unlink()
 
 
@@ -467,7 +469,7 @@ async def test_asking_again_does_not_begin_a_sample_again(place: dict[str, Any],
         with pytest.raises(BatchTimeoutError):
             await anext(iterator)
     gate.open()
-    assert flat(patiently(iterator)) == SQUARES
+    assert flat([batch async for batch in patiently_async(iterator)]) == SQUARES
     assert (tmp_path / "begun").read_text() == "x"
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from asyncloader import DataLoader
 from asyncloader.engine.portal import get_portal
 from asyncloader.errors import LoaderClosedError
-from asyncloader.run import base_iterator, worker_iterator
+from asyncloader.run import base_iterator
 from tests import inside
 from tests.patience import until, wait_until
 
@@ -72,11 +72,6 @@ class Gated(Numbers):
 def numbers(num_workers: int, length: int = 40, **options: Any) -> DataLoader[Any]:
     """Return a loader of batches of four numbers."""
     return DataLoader(Numbers(length), batch_size=4, num_workers=num_workers, **options)
-
-
-def num_waiting(iterator: Any) -> int:
-    """Return how many consumers wait for a batch."""
-    return int(inside.run(iterator).handoff.waiting)
 
 
 @contextlib.contextmanager
@@ -264,7 +259,7 @@ def test_close_wakes_those_who_wait(num_workers: int) -> None:
     iterator = iter(DataLoader(Numbers(seconds=0.3), batch_size=4, num_workers=num_workers))
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(next, iterator) for _ in range(3)]
-        wait_until(lambda: num_waiting(iterator) == 3)
+        wait_until(lambda: inside.is_waiting(iterator))
         iterator.close()
         for future in waiting:
             assert isinstance(future.exception(SOON_S), LoaderClosedError)
@@ -275,7 +270,7 @@ async def test_aclose_wakes_those_who_wait(num_workers: int) -> None:
     """The same by the other face."""
     iterator = aiter(DataLoader(Numbers(seconds=0.1), batch_size=4, num_workers=num_workers))
     tasks = [asyncio.create_task(anext(iterator)) for _ in range(3)]
-    await until(lambda: num_waiting(iterator) == 3)
+    await until(lambda: inside.is_waiting(iterator))
     await iterator.aclose()
     for task in tasks:
         with pytest.raises(LoaderClosedError):
@@ -355,7 +350,7 @@ async def test_the_end_is_told_when_the_last_batch_is_taken(num_workers: int, tm
     iterator = aiter(DataLoader(Gated(gate), batch_size=4, num_workers=num_workers))
     assert (await anext(iterator)).tolist() == [0, 1, 2, 3]
     first, second, third = (asyncio.ensure_future(anext(iterator)) for _ in range(3))
-    await until(lambda: num_waiting(iterator) == 3)
+    await until(lambda: inside.is_waiting(iterator))
     first.cancel()
     await asyncio.sleep(0)
     gate.touch()
@@ -363,30 +358,6 @@ async def test_the_end_is_told_when_the_last_batch_is_taken(num_workers: int, tm
     assert sorted(type(one).__name__ for one in ended) == ["StopAsyncIteration", "Tensor"]
     (batch,) = (one for one in ended if isinstance(one, torch.Tensor))
     assert batch.tolist() == [4, 5, 6, 7]
-    with pytest.raises(StopAsyncIteration):
-        await anext(iterator)
-
-
-@WORKERS
-async def test_a_thread_and_a_task_want_the_batch_of_one_that_is_cancelled(num_workers: int, tmp_path: Path) -> None:
-    """Who asks first gets it, the other one the next; none of them sleeps beside a ready batch."""
-    gate = tmp_path / "gate"
-    iterator = aiter(DataLoader(Gated(gate, 12), batch_size=4, num_workers=num_workers))
-    assert (await anext(iterator)).tolist() == [0, 1, 2, 3]
-    first = asyncio.create_task(anext(iterator))
-    await until(lambda: num_waiting(iterator) == 1)
-    first.cancel()
-    await until(first.done)
-    with ThreadPoolExecutor(1) as threads:
-        in_thread = asyncio.wrap_future(threads.submit(next, iterator))
-        at_the_gate = min(num_workers, 1)  # without workers the thread waits until the batch in work is made
-        await until(lambda: num_waiting(iterator) == at_the_gate)
-        in_task = asyncio.ensure_future(anext(iterator))
-        await until(lambda: num_waiting(iterator) == at_the_gate + 1)
-        gate.touch()
-        async with asyncio.timeout(SOON_S):
-            found = await asyncio.gather(in_thread, in_task)
-    assert sorted(int(batch[0]) for batch in found) == [4, 8]
     with pytest.raises(StopAsyncIteration):
         await anext(iterator)
 
@@ -401,7 +372,7 @@ async def test_a_state_is_loaded_while_a_task_waits(num_workers: int, tmp_path: 
     await anext(iterator)
     waiting = asyncio.ensure_future(anext(iterator))
     first = None
-    await until(lambda: num_waiting(iterator) == 1)
+    await until(lambda: inside.is_waiting(iterator))
     gate.touch()
     await asyncio.to_thread(iterator.load_state_dict, state)
     async with asyncio.timeout(SOON_S):
@@ -412,16 +383,14 @@ async def test_a_state_is_loaded_while_a_task_waits(num_workers: int, tmp_path: 
 
 
 @WORKERS
-@pytest.mark.parametrize("shared", [True, False])
-def test_several_loops_in_several_threads(num_workers: int, shared: bool) -> None:
-    """On asyncio's loops and on uvloop's at the same time, with one iterator or one each."""
+def test_several_loops_in_several_threads(num_workers: int) -> None:
+    """On asyncio's loops and on uvloop's at the same time, with an iterator each: one is of one loop."""
     uvloop = pytest.importorskip("uvloop")
     loader = numbers(num_workers, 400)
-    common = aiter(loader)
 
     def run(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> list[int]:
         async def main() -> list[int]:
-            return [int(batch[0]) async for batch in (common if shared else loader)]
+            return [int(batch[0]) async for batch in loader]
 
         with asyncio.Runner(loop_factory=make_loop) as runner:
             return runner.run(main())
@@ -429,107 +398,38 @@ def test_several_loops_in_several_threads(num_workers: int, shared: bool) -> Non
     factories = [asyncio.new_event_loop, uvloop.new_event_loop] * 2
     with ThreadPoolExecutor(4) as threads:
         shares = list(threads.map(run, factories))
-    expected = list(range(0, 400, 4))
-    if shared:
-        assert sorted(itertools.chain(*shares)) == expected
-    else:
-        assert shares == [expected] * 4
+    assert shares == [list(range(0, 400, 4))] * 4
 
 
 @WORKERS
-async def test_both_faces_of_one_iterator(num_workers: int) -> None:
-    """They may take turns: what one has taken the other does not see, and nothing is lost by a cancelled task."""
-    iterator = iter(DataLoader(Numbers(seconds=0.005), batch_size=4, num_workers=num_workers))
-    seen = []
-    for turn in range(4):
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.001 if turn % 2 else None):
-                seen.append(await anext(iterator))
-        seen.append(next(iterator))
-    seen += list(iterator)
-    assert torch.cat(seen).tolist() == list(range(40))
+async def test_an_iterator_is_of_one_loop(num_workers: int) -> None:
+    """Another one that runs beside it is refused; one that comes after it goes on."""
+    iterator = await asyncio.to_thread(asyncio.run, taken(aiter(numbers(num_workers, 12)), 1))
+    assert (await anext(iterator)).tolist() == [4, 5, 6, 7]
+    with pytest.raises(RuntimeError, match="tasks of another event loop"):
+        await asyncio.to_thread(asyncio.run, taken(iterator, 1))
+    assert (await anext(iterator)).tolist() == [8, 9, 10, 11]
 
 
-class Held(Numbers):
-    """Without workers: the first sample, the first time, waits until it may be made, or raises then."""
-
-    def __init__(self, length: int, error: type[BaseException] | None = None) -> None:
-        super().__init__(length)
-        self.began, self.may_go_on = threading.Event(), threading.Event()
-        self._raised = error
-
-    def __getitem__(self, key: int) -> int:
-        if not self.began.is_set():
-            self.began.set()
-            assert self.may_go_on.wait(SOON_S)
-            if self._raised is not None:
-                raise self._raised()
-        return key
+async def taken(iterator: Any, count: int) -> Any:
+    """Return an iterator that has given so many batches."""
+    for _ in range(count):
+        await anext(iterator)
+    return iterator
 
 
-def test_two_threads_find_out_that_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one does when this one has seen that they were not."""
-    loader = DataLoader(range(8), batch_size=2, num_workers=1)  # type: ignore[arg-type]
-    iterator: Any = iter(loader)
-    iterator.load_state_dict(loader.state_dict())
-    check_owner, found = worker_iterator.check_owner, []
-
-    def check(pid: int) -> None:
-        monkeypatch.undo()
-        with ThreadPoolExecutor(1) as threads:
-            found.append(threads.submit(next, iterator).result(SOON_S))
-        check_owner(pid)
-
-    monkeypatch.setattr(worker_iterator, "check_owner", check)
-    found.append(next(iterator))
-    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3]]
-    iterator.close()
-
-
-async def test_a_task_asks_while_a_thread_makes_a_batch() -> None:
-    """The task gets the batch behind it, and state and figures count each batch once."""
-    dataset = Held(12)
-    iterator: Any = iter(DataLoader(dataset, batch_size=4))
-    with ThreadPoolExecutor(1) as threads:
-        in_thread = asyncio.wrap_future(threads.submit(next, iterator))
-        await until(dataset.began.is_set)
-        in_task = asyncio.ensure_future(anext(iterator))
-        await until(lambda: num_waiting(iterator) == 1)
-        dataset.may_go_on.set()
-        async with asyncio.timeout(SOON_S):
-            found = await asyncio.gather(in_thread, in_task)
-    assert sorted(int(batch[0]) for batch in found) == [0, 4]
-    assert iterator.state_dict()["position"] == 2
-    assert [batch.tolist() async for batch in iterator] == [[8, 9, 10, 11]]
-    assert iterator.stats().batches == 3
-
-
-@pytest.mark.parametrize("num_tasks", [1, 3])
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-async def test_a_task_waits_for_the_last_batch_that_a_thread_makes(
-    error: type[BaseException] | None, num_tasks: int
-) -> None:
-    """Its maker may be interrupted: then a task gets the batch, and all others the end when the batch is taken."""
-    dataset = Held(4, error)
-    iterator: Any = iter(DataLoader(dataset, batch_size=4))
-
-    def take() -> Any:
-        try:
-            return next(iterator)
-        except KeyboardInterrupt:
-            return None
-
-    with ThreadPoolExecutor(1) as threads:
-        in_thread = asyncio.wrap_future(threads.submit(take))
-        await until(dataset.began.is_set)
-        in_tasks = [asyncio.ensure_future(anext(iterator, None)) for _ in range(num_tasks)]
-        await until(lambda: num_waiting(iterator) == num_tasks)
-        assert not iterator.state_dict()["finished"]
-        dataset.may_go_on.set()
-        async with asyncio.timeout(SOON_S):
-            found = await asyncio.gather(in_thread, *in_tasks)
-    assert [batch.tolist() for batch in found if batch is not None] == [[0, 1, 2, 3]]
-    assert [batch async for batch in iterator] == []
+@WORKERS
+async def test_an_iterator_has_one_face(num_workers: int) -> None:
+    """The first call decides; a call by the other face says so, and costs nothing."""
+    by_for, by_async_for = iter(numbers(num_workers, 8)), aiter(numbers(num_workers, 8))
+    seen = [next(by_for).tolist(), (await anext(by_async_for)).tolist()]
+    with pytest.raises(RuntimeError, match="read by `for`, so it cannot be read by `async for`"):
+        await anext(by_for)
+    with pytest.raises(RuntimeError, match="read by `async for`, so it cannot be read by `for`"):
+        next(by_async_for)
+    seen += [next(by_for).tolist(), (await anext(by_async_for)).tolist()]
+    assert seen == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+    assert list(by_for) == [batch async for batch in by_async_for] == []
 
 
 @WORKERS

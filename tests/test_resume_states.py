@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
 
 from asyncloader import DataLoader, sample_rng
-from asyncloader.engine.progress import Call
+from asyncloader.engine.progress import Progress
 from asyncloader.samplers import ElasticSampler
 from asyncloader.testing import assert_resumable, assert_resumable_async
 from tests import inside
@@ -619,22 +619,22 @@ def test_a_state_is_of_one_moment() -> None:
         iterator: Any = iter(loader)
         for _ in range(3):
             next(iterator)
-        call, looks, latest = Call(), itertools.count(), inside.runs(loader).latest
+        looks, latest, here = itertools.count(), inside.runs(loader).latest, threading.current_thread()
         assert latest is not None
-        progress: Any = latest.progress
-        iterator.next_item(call)  # on its way to the other consumer
-        look = progress.folded
 
-        def looked(call: Call = call, moment: int = moment, looks: Any = looks, look: Any = look) -> Any:
-            if next(looks) == moment:
-                call.item = None
-            return look()
+        class Looked(Progress):
+            def __getattribute__(self, name: str, moment: int = moment, looks: Any = looks, here: Any = here) -> Any:
+                if name == "now" and threading.current_thread() is here and next(looks) == moment:
+                    other = threading.Thread(target=next, args=(iterator,))  # noqa: B023 - it is joined at once
+                    other.start()
+                    other.join()
+                return super().__getattribute__(name)
 
-        progress.folded = looked
+        latest.progress.__class__ = Looked
         state = loader.state_dict()
         assert state["position"] == state["drawn"]
         assert state["sample"] == 2 * state["position"]
         positions.add(state["position"])
-        if call.item is not None:  # a state is made with fewer looks
+        if next(looks) <= moment:  # a state is made with fewer looks
             break
     assert positions == {3, 4}

@@ -41,10 +41,10 @@ from asyncloader.engine.answer import Answer
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.hang_report import HangReporter
+from asyncloader.engine.item import Item, failed
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue, Recovery
 from asyncloader.engine.run import Run
-from asyncloader.engine.taking import Item, failed
 from asyncloader.engine.workforce import Workforce
 from asyncloader.epochs import changed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
@@ -337,7 +337,7 @@ class Engine:
         """Begin another run with the same workers. Batches of the last one that are not made yet are dropped."""
         last, self.run = self.run, run
         self._last = last if last.ended else None
-        last.handoff.wake_all()
+        last.handoff.wake()
         if self.state is not State.OPEN:
             if self.error is not None:
                 run.stop(self.error)

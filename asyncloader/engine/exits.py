@@ -39,6 +39,9 @@ is_exiting = False
 pid = os.getpid()
 """Of this process, without a system call for each batch."""
 
+token: object = object()
+"""Another one in each fork, and when the end begins, or all begins anew: who has seen this one need look at neither."""
+
 _users: set[threading.Thread] = set()
 _closers: list[Callable[[], None]] = []
 _ending = threading.RLock()  # held while everything ends, and by a thread that comes to be waited for
@@ -52,13 +55,13 @@ def at_exit(close: Callable[[], None]) -> None:
 
 def _end() -> None:
     """Wait for those who are waited for, then close everything."""
-    global is_exiting, _began_at
+    global is_exiting, token, _began_at
     while True:
         wait_for_users()
         with _ending:
             if _waiting():  # one came in the last moment
                 continue
-            is_exiting, _began_at = True, time.monotonic()
+            is_exiting, token, _began_at = True, object(), time.monotonic()
             for close in _closers:
                 close()
             return
@@ -70,7 +73,7 @@ def _begin_anew() -> None:
     Raises:
         LoaderClosedError: if Python starts no threads any more, nor processes.
     """
-    global is_exiting
+    global is_exiting, token
     try:
         threading.Thread(target=_end_anew, name="asyncloader exit", daemon=False).start()  # waits for `_ending`
     except RuntimeError as error:
@@ -78,7 +81,7 @@ def _begin_anew() -> None:
             "Python 3.12.0 and 3.12.1 start no thread and fork no process once the main thread has returned, so no "
             "loader can begin. Have the main thread wait (thread.join()), or use a later version."
         ) from error
-    is_exiting = False
+    is_exiting, token = False, object()
     executors.open_again()
 
 
@@ -154,8 +157,8 @@ def _may_go_on(thread: threading.Thread) -> bool:
 
 
 def _begin_in_child() -> None:
-    global is_exiting, pid, _ending
-    is_exiting, pid, _ending = False, os.getpid(), threading.RLock()
+    global is_exiting, pid, token, _ending
+    is_exiting, pid, token, _ending = False, os.getpid(), object(), threading.RLock()
     _users.clear()
 
 

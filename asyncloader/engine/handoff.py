@@ -1,19 +1,19 @@
 """Where finished batches wait for the consumer, and the consumer for batches.
 
     loop thread ── put ──> ready (deque) ── take ──> consumer: a thread, or a task on any loop
-                └─ wake ─> waiters (deque of locks and futures)
+                └─ wake ─> waiter (a lock, or a future)
 
-A consumer takes without waiting if there is something. Otherwise it leaves a waiter, looks once more, and waits. The
-interleavings with a `put` in the loop thread:
+Consumers of one iterator take turns, so one of them waits at most. It takes without waiting if there is something.
+Otherwise it leaves a waiter, looks once more, and waits. The interleavings with a `put` in the loop thread:
 
   1. The consumer finds nothing. 2. The loop appends, finds no waiter. 3. The consumer leaves its waiter, looks again,
      finds the item, withdraws the waiter.
-  1. The consumer finds nothing, leaves its waiter. 2. The loop appends, takes the waiter, wakes it. 3. The consumer
-     looks again, finds the item; its waiter is already woken, which costs nothing.
+  1. The consumer finds nothing, leaves its waiter. 2. The loop appends, wakes the waiter. 3. The consumer looks again,
+     finds the item; its waiter is already woken, which costs nothing.
 
-A wake-up that its waiter can no longer use (it was interrupted, cancelled or timed out) is passed on, so that with
-several consumers none sleeps beside a ready batch. Not used: ``threading.Event`` and ``queue``, which take several
-locks a batch; ``run_coroutine_threadsafe``, which takes a task a batch.
+A wake-up says that something has changed, not what: whoever is interrupted while it waits looks again next time. Not
+used: ``threading.Event`` and ``queue``, which take several locks a batch; ``run_coroutine_threadsafe``, which takes a
+task a batch.
 """
 
 from __future__ import annotations
@@ -24,106 +24,36 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-class _ThreadWaiter:
-    """A thread that waits: its lock is held until somebody wakes it."""
-
-    __slots__ = ("_lock", "is_gone")
-
-    def __init__(self) -> None:
-        self.is_gone = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def wake(self) -> bool:
-        if self._lock.locked():
-            self._lock.release()
-        return True
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._lock.acquire(timeout=timeout_s)
-
-
-class _TaskWaiter:
-    """A task that waits on a future of its own loop.
-
-    Its loop cancels the future to wake it. A function of ours in the place of that compiled method could be left where
-    it begins, by a handler of a signal that raises: then nobody would wake the task any more.
-    """
-
-    __slots__ = ("_future", "_loop", "is_gone")
-
-    def __init__(self) -> None:
-        self.is_gone = False
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[None] = self._loop.create_future()
-
-    def wake(self) -> bool:
-        try:
-            self._loop.call_soon_threadsafe(self._future.cancel)
-        except RuntimeError:  # its loop was closed
-            return False
-        return True
-
-    async def wait(self, timeout_s: float) -> bool:
-        # Not asyncio.wait: from Python 3.14 on its frame holds the task, and the error of a cancelled task holds its
-        # frames. The iterator, and its workers, would stay until a collection.
-        until = self._loop.time() + timeout_s
-        # uvloop rounds to milliseconds, and would wake the task before the deadline.
-        timer = self._loop.call_later(timeout_s + 0.001, self._future.cancel) if timeout_s >= 0 else None
-        try:
-            await asyncio.gather(self._future, return_exceptions=True)
-        finally:
-            if timer is not None:
-                timer.cancel()
-        return timer is None or self._loop.time() < until
-
-
-_Waiter: TypeAlias = _ThreadWaiter | _TaskWaiter
-
-
 class Handoff(Generic[T]):
-    """A queue with one producer and any number of consumers.
+    """A queue with one producer, and one consumer at a time.
 
-    `put` belongs to the producer's thread; everything else may be called from any thread or task.
+    `put` belongs to the producer's thread, `wait` and `wait_async` to the consumer; any thread may `wake`.
     """
 
     def __init__(self) -> None:
         self.ready: deque[T] = deque()
-        self._waiters: deque[_Waiter] = deque()
+        self._waiter: Callable[[], object] | None = None
 
     @property
-    def waiting(self) -> int:
-        """How many consumers wait."""
-        return len(self._waiters)
+    def is_awaited(self) -> bool:
+        """Whether a consumer waits."""
+        return self._waiter is not None
 
     def put(self, item: T) -> None:
-        """Append the item and wake one consumer."""
+        """Append the item and wake the consumer."""
         self.ready.append(item)
         self.wake()
 
     def wake(self) -> None:
-        """Wake one consumer to look at the state of things."""
-        while self._waiters:
-            try:
-                waiter = self._waiters.popleft()
-            except IndexError:
-                return
-            try:
-                if not waiter.is_gone and waiter.wake():
-                    return
-            except BaseException:  # whoever ends the run then wakes it
-                self._waiters.appendleft(waiter)
-                raise
-
-    def wake_all(self) -> None:
-        """Wake every consumer: there will be no more."""
-        for _ in range(len(self._waiters)):
-            self.wake()
+        """Have the consumer that waits look at the state of things."""
+        if (waiter := self._waiter) is not None:
+            with contextlib.suppress(RuntimeError):  # its loop was closed; or its lock is released already
+                waiter()
 
     def wait(self, changed: Callable[[], bool], deadline: float | None) -> bool:
         """Block the thread until woken, or ``changed()`` is true; False when the deadline passed.
@@ -132,37 +62,31 @@ class Handoff(Generic[T]):
             changed: Looked at once after the waiter is in place.
             deadline: On :func:`time.monotonic`'s clock, seconds; None for no limit.
         """
-        waiter = _ThreadWaiter()
-        woken = False
+        lock = threading.Lock()
+        lock.acquire()
         try:
-            self._waiters.append(waiter)
-            woken = changed() or waiter.wait(_remaining(deadline))
+            self._waiter = lock.release
+            return changed() or lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
         finally:
-            waiter.is_gone = True  # holds also where a Ctrl-C keeps it from being withdrawn
-            self._withdraw(waiter, woken)
-        return woken
+            self._waiter = None
 
     async def wait_async(self, changed: Callable[[], bool], deadline: float | None) -> bool:
         """Suspend the task until woken; see `wait`."""
-        waiter = _TaskWaiter()
-        woken = False
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        timer = None
         try:
-            self._waiters.append(waiter)
-            woken = changed() or await waiter.wait(_remaining(deadline))
+            # The loop cancels the future to wake the task: a compiled method, in which no signal's handler can raise.
+            self._waiter = lambda: loop.call_soon_threadsafe(future.cancel)
+            if changed():
+                return True
+            if deadline is not None:  # uvloop rounds to milliseconds, and would wake the task before the deadline
+                timer = loop.call_later(max(0.0, deadline - time.monotonic()) + 0.001, future.cancel)
+            # Not asyncio.wait: from Python 3.14 on its frame holds the task, and the error of a cancelled task holds
+            # its frames. The iterator, and its workers, would stay until a collection.
+            await asyncio.gather(future, return_exceptions=True)
+            return deadline is None or time.monotonic() < deadline
         finally:
-            waiter.is_gone = True  # holds also where a Ctrl-C keeps it from being withdrawn
-            self._withdraw(waiter, woken)
-        return woken
-
-    def _withdraw(self, waiter: _Waiter, woken: bool) -> None:
-        with contextlib.suppress(ValueError):
-            self._waiters.remove(waiter)
-            return
-        # The waiter was taken: a wake-up was meant for us. If we cannot use it, somebody else may.
-        if not woken:
-            self.wake()
-
-
-def _remaining(deadline: float | None) -> float:
-    """Return the seconds left; -1, which locks take for no limit, without a deadline."""
-    return -1 if deadline is None else max(0.0, deadline - time.monotonic())
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()

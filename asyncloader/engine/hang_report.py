@@ -128,7 +128,7 @@ class HangReporter:
 
     def look(self, run: Run) -> None:
         """Look at the consumers of a run."""
-        now, is_waiting = monotonic(), run.handoff.waiting > 0
+        now, is_waiting = monotonic(), run.handoff.is_awaited
         slowest_s = run.meter.stats().stages.work.longest_s if is_waiting else 0.0
         waited_s = self._watch.look(now, run.taken, is_waiting=is_waiting, slowest_s=slowest_s)
         if waited_s is None:

@@ -1,12 +1,11 @@
 """How far one run over the data is. Passive: the plan and the consumer write, states are made of it.
 
-    ready ── Taking.take ──> Call: on its way ── call.item = None, then `return` ──> given: counted in `Progress.now`
-      the next call takes it again <── call.is_interrupted = True
+    keys held ──> made ──> in hand ── now = a later place: counted ──> given
 
-A signal handler may raise in the consumer's thread after any call of a function, and at the beginning of one; CPython
-looks for signals nowhere else but where loops jump back. Whatever is taken or counted is therefore worked out first,
-and then made so by assignments alone. So there is no moment between a batch that is counted and the ``return`` that
-gives it, and nothing has to be put back or undone: neither after one interrupt nor after two.
+A batch is counted last, when it is made and nothing is left but to give it: by one assignment, which no handler of a
+signal and no other thread can be in the middle of. So a state, which may be made by a handler in the middle of `next`,
+or in another thread, reads `now` once and needs no lock of a call. Until the assignment an interrupt loses nothing: the
+keys stay with the plan, and the batch in hand with the iterator, for the next call.
 
 Progress outlives its iterator, so that a loader can tell the state of a run that was left with ``break``. Therefore it
 refers to no iterator, and to no worker.
@@ -51,43 +50,6 @@ class SamplerState(NamedTuple):
     passes: tuple[int, ...] = ()
 
 
-class Given(NamedTuple):
-    """The facts of a batch that count when the consumer has it, or its error, or when it is left out.
-
-    Attributes:
-        batch: Number of the batch in the plan; -1 for an error beside it.
-        worker: The worker that made it; -1 for none.
-        in_stream: Number of the batch in the stream of its worker.
-        snapshot: The dataset's state after it, if one was taken.
-        keys: Where they may be needed to make the batch again.
-        bad_count: Samples of it that had raised.
-    """
-
-    batch: int
-    worker: int = -1
-    in_stream: int = -1
-    snapshot: Any = None
-    keys: Any = None
-    bad_count: int = 0
-
-
-class Call:
-    """A call of `next` or `anext`.
-
-    ``given`` is written under the lock; ``item`` is set under it, and cleared without it. ``is_interrupted`` is written
-    without it.
-
-    Attributes:
-        given: The facts of the batch that is on its way to the caller.
-        item: The batch; None when the caller has it.
-        is_interrupted: An exception has ended the call before the caller had the batch.
-    """
-
-    given: Given
-    item: Any = None
-    is_interrupted = False
-
-
 class Place(NamedTuple):
     """How far the consumers of a run are. Never changed: with another batch they are at another place.
 
@@ -112,14 +74,34 @@ class Place(NamedTuple):
         """Where each worker would begin."""
         return None if self.tracks is None else {worker: track.start for worker, track in self.tracks.items()}
 
-    def after(self, given: Given, *, is_ahead: bool) -> Place:
-        """Return the place at which another batch is done with, one before it may be missing."""
-        position, ahead, bad_count, tracks, next_worker, untold = self
-        batch, worker, in_stream, snapshot, keys, bad = given
-        if is_ahead and batch >= position:
-            ahead |= {batch}
-        elif batch >= position:
-            position = batch + 1
+    def after(
+        self,
+        batch: int,
+        worker: int = -1,
+        in_stream: int = -1,
+        snapshot: Any = None,
+        keys: Any = None,
+        bad_count: int = 0,
+        *,
+        in_order: bool = True,
+    ) -> Place:
+        """Return the place at which another batch is done with: given, or an error in its place, or left out.
+
+        Args:
+            batch: Number of the batch in the plan; -1 for an error beside it.
+            worker: The worker that made it; -1 for none.
+            in_stream: Number of the batch in the stream of its worker.
+            snapshot: The dataset's state after it, if one was taken.
+            keys: Where they may be needed to make the batch again.
+            bad_count: Samples of it that had raised.
+            in_order: All batches before it are done with.
+        """
+        position, ahead, bad, tracks, next_worker, untold = self
+        if batch >= position:
+            if in_order:
+                position = batch + 1
+            else:
+                ahead |= {batch}
         if ahead:
             while position in ahead:
                 position += 1
@@ -130,7 +112,7 @@ class Place(NamedTuple):
             track = copy.copy(tracks[worker])
             track.done(in_stream, snapshot, keys)
             tracks, next_worker = {**tracks, worker: track}, worker + 1
-        return _new(Place, (position, ahead, bad_count + bad, tracks, next_worker, untold))
+        return _new(Place, (position, ahead, bad + bad_count, tracks, next_worker, untold))
 
 
 class Progress:
@@ -148,11 +130,11 @@ class Progress:
         knows_places: Batches are to know such numbers.
 
     Attributes:
+        knows_places: Numbers of samples in the order of the epoch are counted.
         samplers_before: Where samplers were before the run.
         began: The number of the batch at which it began, and of the first sample of that.
-        lock: Held by whoever reads or takes, and by who makes a state of it. A handler of a signal may make one in the
-            middle of that, in the same thread: so it can be taken again.
-        counted: How far consumers are, and the calls that are not counted in this: in the order of their batches.
+        lock: Held by whoever reads the sampler, of those that may: consumers, and whoever brings keys.
+        now: How far consumers are. Written by the consumer whose turn it is, by one assignment.
         end_is_known: A consumer has been told that there is no more.
         is_broken: An error has ended the run, which has not come to its end.
         ends: By worker, the state of a stream after its end.
@@ -175,28 +157,20 @@ class Progress:
     ) -> None:
         self.lock = threading.RLock()
         tracks = None if workers is None else make_tracks(workers, key, overlaps=overlaps)
-        place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
-        self.counted: tuple[Place, tuple[Call, ...]] = place, ()
+        self.now = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
         self.began = position, sample
         self.read = position  # batches of keys that the plan has given out
         self.asked = position  # answers of the sampler: batches, or its end; not of those that draw once
         self.asked_alone: int | None = None  # before another run of the loader began, which reads the same sampler
         self.named_samples = 0  # that those of this run have named
-        self._next_sample = sample  # after what was read
-        self._firsts: dict[int, int] = {}  # of batches that were read, the number of the first sample
-        self._oldest_first = position
-        self._knows_places = knows_places
+        self._firsts = {position: sample}  # of batches that were read, and of the next: the number of the first sample
+        self.knows_places = knows_places
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
         self.samplers_before = SamplerState(None)
         self.end_is_known = self.is_broken = False
         self.follower: Callable[[], object] = bool  # nobody follows
         self.ends: dict[int, Frozen] = {}
         self.in_order = in_order
-
-    @property
-    def now(self) -> Place:
-        """How far consumers are. Another consumer may be further at the next look, also while the lock is held."""
-        return self.folded()[0]
 
     @property
     def has_read_on(self) -> bool:
@@ -206,7 +180,7 @@ class Progress:
     @property
     def finished(self) -> bool:
         """Whether everything was taken, and a consumer knows it."""
-        return self.end_is_known and not self.is_broken and not self.folded()[1]
+        return self.end_is_known and not self.is_broken
 
     def note_end(self) -> None:
         """Note that a consumer is told that there is no more."""
@@ -223,52 +197,39 @@ class Progress:
             self.sampler_states.append((self.now.position - samplers.drawn, samplers.state))
         self.samplers_before = samplers
 
-    def read_batch(self, count: int) -> None:
-        """Another batch of keys was read, which names so many samples."""
-        if self._knows_places:
-            self._firsts[self.read] = self._next_sample
-            self._next_sample += count
-        self.read += 1
+    def note_read(self, count: int) -> None:
+        """Note that another batch of keys is read, which names so many samples. May be done again until `read` says so.
+
+        Nobody asks any more where samplers were before the place that consumers are at; or which samples batches have
+        that come before it.
+        """
+        position, states, firsts = min(self.now.position, self.read), self.sampler_states, self._firsts
+        while len(states) > 1 and states[1][0] < position:  # one before the last answer is needed for `samplers_after`
+            states.popleft()
+        if self.knows_places:
+            firsts[self.read + 1] = firsts[self.read] + count
+            for batch in [batch for batch in firsts if batch < position]:
+                firsts.pop(batch, None)
 
     def placed(self, batch: int, keys: Any) -> Any:
         """Return the keys of a batch that is not done with as those who make it want them."""
-        return Placed(keys, self._firsts[batch]) if self._knows_places else keys
+        return Placed(keys, self._firsts[batch]) if self.knows_places else keys
 
     def first_sample(self, number: int) -> int:
         """Return the number of the first sample of a batch in the epoch; -1 if nobody has counted them."""
-        return self._firsts.get(number, self._next_sample) if self._knows_places else -1
+        return self._firsts.get(number, -1) if self.knows_places else -1
 
     def counted_until(self, position: int) -> int:
         """Return the last batch up to this one of which it is known how many samples came before it.
 
         Batches that were done with before the run lie between them, which were not read again yet.
         """
-        return min(position, self.read) if self._knows_places else position
-
-    def folded(self) -> tuple[Place, tuple[Call, ...]]:
-        """Return how far consumers are with all that they have been given, and the calls that are not over yet."""
-        place, calls = self.counted
-        open_calls: tuple[Call, ...] = ()
-        for call in calls:
-            if call.item is None:
-                place = place.after(call.given, is_ahead=bool(open_calls) or not self.in_order)
-            else:
-                open_calls = (*open_calls, call)
-        return place, open_calls
+        return min(position, self.read) if self.knows_places else position
 
     def follow(self, follower: FollowsConsumers) -> None:
         """Tell an iterator over keys how far consumers are, without keeping it alive."""
         follower.follow(partial(_given_since, self, self.now.position))
         self.follower = while_alive(follower.asked, None)
-
-    def forget(self, position: int) -> None:
-        """Drop what is known of batches before this one."""
-        states = self.sampler_states
-        while len(states) > 1 and states[1][0] < position:  # one before the last answer is needed for `samplers_after`
-            states.popleft()
-        while self._knows_places and self._oldest_first < position:
-            self._firsts.pop(self._oldest_first, None)
-            self._oldest_first += 1
 
     def sampler_state(self, number: int) -> SamplerState:
         """Return the last known state of the samplers that is not beyond a batch."""

@@ -1,7 +1,7 @@
 """A run over the data (an epoch): what is planned, in work, ready and taken of it.
 
     consumers ── read ──> plan ──> inbox ──> loop thread: engine, scheduler ──> workers
-              <── take ── hand-off <────────────── answered, follow
+              <── first, count ── hand-off <────── answered, follow
 
 Consumers and the loop thread share it, and each side has methods of its own.
 The sampler is read when torch would read it: as far as the window, then one batch of keys for each batch taken. A
@@ -25,9 +25,10 @@ from asyncloader.engine import exits
 from asyncloader.engine.actions import Ticket
 from asyncloader.engine.arrivals import Arrivals
 from asyncloader.engine.error_limit import ErrorLimit
-from asyncloader.engine.progress import Call, Progress
+from asyncloader.engine.handoff import Handoff
+from asyncloader.engine.item import Item, failed
+from asyncloader.engine.progress import Progress
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.taking import Item, Taking, failed
 from asyncloader.engine.tracks import Track, make_tracks
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.failure import another
@@ -51,7 +52,8 @@ class Run:
         limit: Counts bad samples.
 
     Attributes:
-        taking: The consumers' end of the hand-off.
+        limit: Counts bad samples.
+        taken: How many batches of the plan were taken, those before the run included.
         inbox: Keys that were read, for the loop thread.
         plan_ended: The sampler has no more keys behind these.
         handoff: Items that consumers can take.
@@ -85,8 +87,10 @@ class Run:
         self._overlaps = options.overlaps
         self._names = namer(options.dataset, of_batches=options.auto_collation)
         self.begin_at(epoch.starts or {})
-        self.taking = Taking(progress, limit)
-        self.handoff = self.taking.handoff
+        self.limit = limit
+        self.handoff: Handoff[Item] = Handoff()
+        self.taken = progress.now.position  # as if those before had been taken
+        self._urgent: deque[BaseException] = deque()  # raised before what is ready
         self.ended = self.closed = self.all_taken = False
         self.error: BaseException | None = None
         self._raised_in: weakref.WeakSet[Any] = weakref.WeakSet()  # consumers that have raised it
@@ -122,33 +126,69 @@ class Run:
             self._read(self.scheduler.window + self.taken)
 
     @property
-    def taken(self) -> int:
-        """Batches of the plan that consumers have taken, those before the run included."""
-        return self.taking.taken
+    def has_ready(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self.handoff.ready or self._urgent)
 
-    def take(self, call: Call, asked_at: float = 0.0) -> Item | None:
-        """Take the next item if there is one, and read the sampler on by what that frees.
+    def first(self) -> Item | None:
+        """Return the item whose turn it is, which stays where it is until it is counted; None if there is none.
 
-        Args:
-            call: The consumer's.
-            asked_at: Since when the consumer has waited; 0.0 if it has just come.
+        Batches that are left out are counted, and passed over.
         """
+        progress, ready = self.progress, self.handoff.ready
+        progress.follower()
+        if self._urgent:
+            ready.appendleft(failed(self._urgent[0], counts=False))
+            self._urgent.popleft()
+        while ready:
+            item = ready[0]
+            outcome = item.outcome
+            if outcome.bad and (error := self.limit.count(outcome.bad, progress.now.bad_count)) is not None:
+                return item._replace(outcome=outcome._replace(kind=Kind.FAILURE, data=None, error=error))
+            if outcome.kind != Kind.LEFT_OUT:
+                return item
+            self.count(item)
+        return None
+
+    def read_for(self, item: Item) -> None:
+        """Read the sampler on by what an item frees that is about to be given."""
         with self._lock:
-            if (item := self.taking.take(call)) is None:
-                return None
-            came_at = perf_counter()
             if self._taker != threading.get_ident():
                 self._note_taker()
             if item.counts:
-                self._read(self._window_end())
-            if item.outcome.kind == Kind.FAILURE:
-                self.faults.errors += 1
-            elif item.times is not None:
-                used = self._planned - self.taken - self.scheduler.void_count
-                self.meter.took(asked_at, came_at, item.times, used, len(self.handoff.ready))
-            if self._plan_error is not None:
-                self.handoff.wake()  # what the sampler raised may be due now, and we may not come again
-        return item
+                self._read(self._window_end() + 1)
+
+    def note(self, item: Item, asked_at: float, came_at: float) -> None:
+        """Count, for the figures, an item that is about to be given.
+
+        Args:
+            item: The item.
+            asked_at: Since when the consumer has waited; 0.0 if it has just come.
+            came_at: Since when it need not wait.
+        """
+        if item.outcome.kind == Kind.FAILURE:
+            self.faults.errors += 1
+        elif item.times is not None:
+            used = self._planned - self.taken - item.counts - self.scheduler.void_count
+            self.meter.took(asked_at, came_at, item.times, used, len(self.handoff.ready) - 1)
+
+    def count(self, item: Item) -> None:
+        """Count the first item: the consumer has it now."""
+        progress, ready, outcome = self.progress, self.handoff.ready, item.outcome
+        after = progress.now.after(
+            item.batch,
+            item.worker,
+            item.in_stream,
+            outcome.snapshot,
+            item.keys,
+            len(outcome.bad),
+            in_order=progress.in_order,
+        )
+        # From here on nothing is called: neither can a signal's handler run, nor another thread.
+        progress.now = after
+        self.taken += item.counts
+        if ready:  # nobody has closed the run meanwhile
+            del ready[0]
 
     def read_on(self) -> None:
         """Do what a consumer can do before it waits.
@@ -164,7 +204,7 @@ class Run:
                 self._plan_error = None
                 self.handoff.ready.append(item)  # no signal's handler comes between the two
                 del item, error  # a traceback refers to this frame
-            is_over = self.ended and not self.taking.has_ready
+            is_over = self.ended and not self.has_ready
         if is_over:
             self.progress.ends = self.ends
             self.meter.log_summary()
@@ -204,7 +244,7 @@ class Run:
             BaseException: the error that has ended the run.
             StopIteration: for a consumer that has raised it and asks again. In states the epoch is not over.
         """
-        if self.error is None or self.ended or self.taking.has_ready:
+        if self.error is None or self.ended or self.has_ready:
             return
         consumer: Any = None
         with contextlib.suppress(RuntimeError):  # there is no loop
@@ -218,7 +258,7 @@ class Run:
 
     def has_news(self) -> bool:
         """Whether there is something to take or to do, so that a consumer should not wait."""
-        if self.taking.has_ready or self.ended or self.closed or self.error is not None:
+        if self.has_ready or self.ended or self.closed or self.error is not None:
             return True
         if self._plan_error is not None:
             return self._is_plan_error_due()
@@ -305,13 +345,13 @@ class Run:
         self.closed = True
         self._arrivals.leave()
         if self.error is None:
-            self.taking.clear()
-        self.handoff.wake_all()
+            self.handoff.ready.clear()
+        self.handoff.wake()
 
     def stop(self, error: BaseException) -> None:
         """Have consumers take what is ready, and raise this then, unless all batches are there."""
         self.error = error
-        self.handoff.wake_all()
+        self.handoff.wake()
 
     def begin_at(self, starts: dict[int, WorkerStart]) -> None:
         """Note where workers are at the beginning."""
@@ -348,7 +388,7 @@ class Run:
 
     def raise_first(self, error: BaseException) -> None:
         """Have this raised before what is in order."""
-        self.handoff.ready.appendleft(failed(error, counts=False))
+        self._urgent.append(error)
         self.handoff.wake()
 
     def hand_over(self) -> None:
@@ -363,8 +403,8 @@ class Run:
         for item in delivered:
             if item.times is not None:
                 item.times.ready_at = now
-        handoff.ready.extend(delivered)
-        for _ in range(min(len(delivered), handoff.waiting)):
+        if delivered:
+            handoff.ready.extend(delivered)
             handoff.wake()
 
     def follow(self) -> None:
@@ -377,4 +417,4 @@ class Run:
             self.handoff.wake()
         if scheduler.is_finished and not self.ended and self.error is None:
             self.ended = True
-            self.handoff.wake_all()
+            self.handoff.wake()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import defaultdict
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import fields
 from operator import attrgetter
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.figures import Stages, Waiting, Workers, WorkerStats
-from asyncloader.observe.record import ROW, BatchTimes, Record
+from asyncloader.observe.record import HERE, ROW, BatchTimes, Record, whole_row
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.timing import Timing
 from asyncloader.observe.trace import Trace
@@ -43,13 +44,13 @@ _FOLD_AT = 256 * len(ROW)
 _LATE = ("consumer", "sampler", "batch", "training")  # for the first batch nobody trains yet: it waits for the start
 
 
-def _columns(rows: array[float]) -> dict[str, NDArray[np.float64]]:
-    """Return durations, and other numbers, of batches.
+def _columns(numbers: Iterable[NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
+    """Return durations, and other numbers, of batches, of the columns of their rows.
 
     A consumer that has to wait waits for the keys until the ticket is sent; after the batch has come, it reads further.
     What this process makes itself is pinned before it is there, and its CPU time is not told apart from training.
     """
-    row = SimpleNamespace(**dict(zip(ROW, np.array(rows).reshape(-1, len(ROW)).T, strict=True)))
+    row = SimpleNamespace(**dict(zip(ROW, numbers, strict=True)))
     is_here = row.worker < 0
     work = np.where(is_here, row.read_at - row.began, row.fetch_s + row.collate_s + row.encode_s)
     return {
@@ -74,12 +75,13 @@ def _columns(rows: array[float]) -> dict[str, NDArray[np.float64]]:
     }
 
 
-def _plus(timings: dict[str, Timing], rows: array[float]) -> dict[str, Timing]:
+def _plus(timings: dict[str, Timing], rows: array[float], names: tuple[str, ...]) -> dict[str, Timing]:
     """Return the timings with these rows."""
     if not rows:
         return timings
     late = _LATE if not timings else ()
-    columns = _columns(rows)
+    numbers = np.array(rows).reshape(-1, len(names)).T
+    columns = _columns(numbers if names is ROW else whole_row(numbers))
     return {name: timings.get(name, Timing()).plus(each[name in late :]) for name, each in columns.items()}
 
 
@@ -119,6 +121,7 @@ class Meter:
         self._renewals = 0
         # Written by consumers, one at a time.
         self._state: tuple[dict[str, Timing], array[float]] = ({}, array("d"))
+        self._names: tuple[str, ...] = ROW
         self._first_at = 0.0
         self._first_cpu_s = 0.0
         self._last_cpu_s = 0.0
@@ -136,7 +139,7 @@ class Meter:
 
     def _timings(self) -> defaultdict[str, Timing]:
         timings, rows = self._state
-        return defaultdict(Timing, _plus(timings, rows[:]))
+        return defaultdict(Timing, _plus(timings, rows[:], self._names))
 
     # ------------------------------------------------------------------------------------------- loop thread
 
@@ -207,28 +210,18 @@ class Meter:
         ]
         self._add(row, now)
 
-    def took_here(self, asked_at: float, record: Record, made_at: float, ready: int) -> None:
-        """Count a batch that this process has made itself, and pinned if it is to be, and that a consumer takes."""
-        now, began = perf_counter(), record.began
-        row = [
-            *record,
-            -1,
-            record.ticket,
-            0,
-            began,
-            made_at,
-            made_at,
-            0.0,
-            made_at,
-            made_at,
-            asked_at,
-            now,
-            now,
-            self._taken_at,
-            0,
-            ready,
-        ]
-        self._add(row, now)
+    def makes_here(self) -> None:
+        """Say that batches are made by who takes them: rows are short, and counted by `took_here`."""
+        self._names = HERE
+
+    def took_here(self, row: list[float]) -> None:
+        """Count a batch that this process has made itself, and pinned if it is to be, for the consumer that takes it.
+
+        Args:
+            row: What `HERE` names, but for the last.
+        """
+        row.append(self._taken_at)
+        self._add(row, row[5])
 
     def _add(self, row: list[float], now: float) -> None:
         if now > self._cpu_due_at:
@@ -237,13 +230,13 @@ class Meter:
             if not self._first_at:
                 self._first_at, self._first_cpu_s = now, self._last_cpu_s
         if self._trace is not None:
-            self._trace.note(self._epoch, row)
+            self._trace.note(self._epoch, row if self._names is ROW else whole_row(row))
             if self._trace.is_due:
                 self._trace.write()
         timings, rows = self._state
         rows.fromlist(row)
         if len(rows) >= _FOLD_AT:
-            self._state = _plus(timings, rows), array("d")
+            self._state = _plus(timings, rows, self._names), array("d")
         self._taken_at = now
 
     def log_summary(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 
 class Record(NamedTuple):
@@ -60,3 +61,15 @@ ROW = (
 """The numbers of a batch, in the order of a row. The worker is -1 for this process. The consumer has asked for the
 batch, need not wait any longer, has taken it; it has trained since it took the one before, when so many batches were
 being made or waiting (``ahead``), and so many of them lay ready."""
+
+HERE = ("ticket", "samples", "stalled_s", "began", "fetched_at", "made_at", "asked_at", "idle_from")
+"""Those of a batch that who takes it has made."""
+
+
+def whole_row(here: Iterable[Any]) -> list[Any]:
+    """Return a row of what `HERE` names: numbers, or columns of many batches."""
+    batch, samples, stalled_s, began, fetched_at, made_at, asked_at, idle_from = here
+    no = 0.0 * began  # as many of them
+    record = [batch, no, samples, began, no, fetched_at - began, made_at - fetched_at, no, stalled_s, no, no]
+    way = [no - 1, batch, no, began, made_at, made_at, no, made_at, made_at, asked_at, made_at, made_at]
+    return [*record, *way, idle_from, no, no]

@@ -6,22 +6,23 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from time import perf_counter
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from asyncloader import threads
+from asyncloader.engine import exits
 from asyncloader.engine.finisher import accelerator
-from asyncloader.engine.progress import Call
-from asyncloader.engine.taking import Item
 from asyncloader.errors import LoaderClosedError
-from asyncloader.messages.failure import stand_in
 from asyncloader.messages.imports import imports_here
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.modes import Modes
@@ -51,6 +52,12 @@ _REPLICAS = (
 )
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
+
+FOR, ASYNC_FOR = "for", "async for"
+"""The faces of an iterator, which has one of them: the first call decides."""
+
+iterators_here: weakref.WeakSet[BaseIterator[Any]] = weakref.WeakSet()
+"""Those that are there."""
 
 LONGEST_TURN_S = 0.002
 """`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
@@ -104,21 +111,28 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     _last_warned = 0
     _meter: Meter
     _checkpointer: Checkpointer
-    _run: Any
-    """A `Run` or an `InlineRun`."""
+    _face = ""
+    _pass: object = None
+    """`exits.token`, when a call by ``for`` was let in, as long as nothing has changed since."""
+    _lock: threading.Lock
+    """Held by a thread for the whole of its call. Whoever makes a state, closes, or looks at figures needs it not."""
+    _loop: asyncio.AbstractEventLoop | None = None
+    _turn = asyncio.Lock()
 
     def __init__(self, loader: DataLoader[T_co], options: Options, runs: Runs) -> None:
         self._loader: Callable[[], Any] = weakref.ref(loader)
         self._options = options
         self._runs = runs
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._seeding = SeedingEpochs()
         if options.seeds_here:
             self._seeding.end_with(self)
+        iterators_here.add(self)
 
     @property
     def _is_made(self) -> bool:
         """Whether there is something to close: a constructor that raises leaves an iterator, which tracebacks keep."""
-        return "_run" in vars(self)
+        raise NotImplementedError
 
     def _construct(self, loader: DataLoader[T_co]) -> None:
         """Run torch's constructor, which iterates over the sampler and draws the base seed."""
@@ -260,118 +274,81 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     def _restart(self, loader: DataLoader[T_co], state: LoaderState) -> None:
         raise NotImplementedError
 
-    # Ctrl-C may hit after any call; see `asyncloader.engine.progress`. So a batch is given by assignments, behind which
-    # there is nothing but `return`; what is raised in its place likewise, and the end.
+    # -------------------------------------------------------------------------------------------- taking, by one face
 
     def __next__(self) -> Any:
-        call = Call()
-        try:
-            item = self.next_item(call) if _profiler_enabled() else self._next(call)
-            batch, error = item.open()
-            if error is None and self._IterableDataset_len_called is not None:
-                self.check_length()
-        except StopIteration:
-            self._checkpointer.progress.note_end()
-            call.item = None
-            raise
-        except BaseException:
-            call.is_interrupted = True
-            self._run.handoff.wake()  # somebody else may take it
-            raise
-        if error is None:
-            self._num_yielded += 1
-            call.item = None
-            return batch
-        try:
-            call.item = None
-            raise error
-        finally:
-            del item, error  # a traceback that refers to this frame would keep the iterator, and its workers, alive
+        asked_at = perf_counter()
+        if _profiler_enabled():
+            with torch.autograd.profiler.record_function(self._profile_name):
+                return self._take(asked_at)
+        return self._take(asked_at)
 
     async def __anext__(self) -> Any:
+        asked_at = perf_counter()
         await self.let_the_loop_turn()
-        call = Call()
-        try:
-            item = await self.next_item_async(call)
-            batch, error = item.open(in_async_for=True)
-            if error is None and self._IterableDataset_len_called is not None:
-                self.check_length()
-        except StopAsyncIteration:
-            self._checkpointer.progress.note_end()
-            call.item = None
-            raise
-        except BaseException:
-            call.is_interrupted = True
-            self._run.handoff.wake()
-            raise
-        if error is None:
-            self._num_yielded += 1
-            call.item = None
-            return batch
-        try:
-            call.item = None
-            raise error
-        finally:
-            del item, error
+        check_owner(self._pid)
+        async with self._turn_of_task():
+            self._enter(ASYNC_FOR)
+            return await self._take_async(asked_at)
 
-    def next_item(self, call: Call) -> Item:
-        """Take what comes next, for this call: it is on its way then, until ``call.item`` is None.
+    def _take(self, asked_at: float) -> Any:
+        """Return the next batch, with `_lock` held meanwhile: each batch goes to exactly one of the threads that share.
 
         Raises:
             StopIteration: if everything was taken.
         """
-        if _profiler_enabled():
-            with torch.autograd.profiler.record_function(self._profile_name):
-                return self._next(call)
-        return self._next(call)
+        raise NotImplementedError
 
-    async def next_item_async(self, call: Call) -> Item:
-        """Take what comes next as `next_item` does, without blocking the loop.
+    async def _take_async(self, asked_at: float) -> Any:
+        """Return the next batch as `_take` does, without blocking the loop. Tasks take turns.
 
         Raises:
             StopAsyncIteration: if everything was taken.
         """
-        asked_at, has_waited = time.perf_counter(), False
-        await self._until_started()
-        deadline = self._deadline()
-        try:
-            while (item := self._take_or_ask(call, asked_at, has_waited=has_waited)) is None:
-                run = self._run  # another one, if the iterator has begun it meanwhile
-                if not await run.handoff.wait_async(run.has_news, deadline) and not run.has_news():
-                    await self._raise_overdue()
-                    deadline = self._deadline()
-                self._last_turn, has_waited = time.monotonic(), True
-        except StopIteration:
-            raise StopAsyncIteration from None
-        except StopAsyncIteration as error:  # of the sampler
-            raise stand_in(error, in_async_for=True) from error
-        try:
-            return item
-        finally:
-            del item  # the traceback of an error of the sampler may refer to this frame
-
-    def _deadline(self) -> float | None:
-        """Return until when a consumer that comes now waits for a batch."""
-        timeout = self._options.timeout
-        return time.monotonic() + timeout if timeout > 0 else None
-
-    def _next(self, call: Call) -> Item:
         raise NotImplementedError
 
-    async def _until_started(self) -> None:
-        """Wait for what a batch cannot come before."""
+    def _check_usable(self) -> None:
+        """Refuse to give batches of an iterator that was closed, unless it is at its end."""
         raise NotImplementedError
 
-    def _take_or_ask(self, call: Call, asked_at: float, *, has_waited: bool) -> Item | None:
-        """Take what is there. Otherwise do what can be done before waiting.
+    def _enter(self, face: str) -> None:
+        """Look whether a call may go on, by this face.
+
+        As long as nothing changes, that is looked at once: `close` takes the pass away, and it is void in a fork and at
+        the end of the program. It is there before the look, so that one that is taken meanwhile stays away.
+        """
+        check_owner(self._pid)
+        if self._face not in ("", face):
+            raise RuntimeError(
+                f"this iterator is read by `{self._face}`, so it cannot be read by `{face}` as well; make another one "
+                "for that (iter(loader) or aiter(loader))"
+            )
+        self._face = face
+        if face == ASYNC_FOR:
+            exits.note_user()
+        elif not exits.is_exiting:
+            self._pass = exits.token
+        elif exits.is_left_behind():
+            self._lock.release()
+            exits.stop_daemon()
+        try:
+            self._check_usable()
+        except BaseException:
+            self._pass = None
+            raise
+
+    def _turn_of_task(self) -> asyncio.Lock:
+        """Return the lock that tasks hold, one after the other: those of one loop.
 
         Raises:
-            StopIteration: if everything was taken.
+            RuntimeError: if tasks of another loop, which still runs, have taken batches.
         """
-        raise NotImplementedError
-
-    async def _raise_overdue(self) -> None:
-        """Raise what there is to say of a batch that has not come in time."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and self._loop.is_running():
+                raise RuntimeError("this iterator is read by tasks of another event loop; make one for each loop")
+            self._loop, self._turn = loop, asyncio.Lock()
+        return self._turn
 
     def check_length(self) -> None:
         """Warn as torch does when an iterable dataset gives more than it said; once a batch, also if that raises."""
@@ -390,6 +367,15 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         if now - self._last_turn > LONGEST_TURN_S:
             await asyncio.sleep(0)
             self._last_turn = time.monotonic()
+
+
+def _renew_locks() -> None:
+    """Let a fork refuse calls, also of an iterator that a thread of its parent was just taking from."""
+    for iterator in threads.copied(iterators_here):
+        iterator._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def check_owner(pid: int) -> None:

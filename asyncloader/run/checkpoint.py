@@ -70,8 +70,7 @@ class Checkpointer:
         Args:
             newest: The run that has read the sampler last, for a look beside this one: the next run comes after that.
         """
-        with self.progress.lock:
-            state = self._after_the_run(newest or self) if self.progress.finished else self._within_the_run()
+        state = self._after_the_run(newest or self) if self.progress.finished else self._within_the_run()
         if untold := self.progress.now.untold:
             self.warn(
                 f"The state of the dataset could not be taken ({untold}). "
@@ -144,15 +143,18 @@ class Checkpointer:
         return self._of_the_run(self.progress.sampler_state(position), position=position, sample=sample)
 
     def _within_the_run(self) -> LoaderState:
-        progress, now = self.progress, self.progress.now
-        position = progress.counted_until(now.position)
+        progress, now = self.progress, None
+        while now is not progress.now:  # another thread has taken a batch meanwhile: what belongs to that is read again
+            now = progress.now
+            position = progress.counted_until(now.position)
+            samplers, sample = progress.sampler_state(position), progress.first_sample(position)
         return self._of_the_run(
-            progress.sampler_state(position),
+            samplers,
             position=position,
             ahead=[*range(position, now.position), *sorted(now.ahead)],
             check=self.order.check(),
             bad_count=now.bad_count,
-            sample=progress.first_sample(position),
+            sample=sample,
             workers=None if now.workers is None else as_plain(now.workers),
             next_worker=now.next_worker,
         )

@@ -1,17 +1,24 @@
 """num_workers=0: batches are made in the consumer's process. Samples that overlap there have a session, as workers do.
 
+    read the sampler: keys held ──> make: fetch, collate, pin ──> in hand ──> count ──> give
+
 - ``for``: in the caller's thread. No thread, no process, everything can be debugged.
-- ``async for``: on a thread of the run's own, so that the caller's loop stays free. The caller still reads the sampler.
+- ``async for``: on a thread of the iterator's own (`MakerThread`), so that the caller's loop stays free. The caller
+  still reads the sampler.
 
 Batches are made one at a time, and none before a consumer asks for it: without workers torch prefetches nothing.
+
+A signal's handler may raise after any call. The keys of a batch stay with the plan until it is counted, and the batch
+in one attribute, which is why an interrupt loses nothing: the next call goes on with what is there. What was read of a
+stream for a batch that was not made is gone, and the iterator says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import Coroutine, Iterable, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -19,27 +26,50 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from asyncloader import threads
 from asyncloader.engine import exits
+from asyncloader.engine.actions import VOID
+from asyncloader.engine.arrivals import Arrivals
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import pinned
+from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
-from asyncloader.engine.progress import Call
-from asyncloader.engine.taking import Item, Taking
+from asyncloader.engine.progress import Place
 from asyncloader.errors import LoaderClosedError
-from asyncloader.messages.messages import Kind
+from asyncloader.messages.failure import Blame, EndOfData, LocalError, stand_in
 from asyncloader.messages.snapshot import Frozen
 from asyncloader.observe.faults import Faults
 from asyncloader.options import Options
-from asyncloader.run.base_iterator import BaseIterator, check_owner
-from asyncloader.run.inline_run import InlineHost, InlineRun
+from asyncloader.protocols import namer
+from asyncloader.run.base_iterator import FOR, BaseIterator, iterators_here
+from asyncloader.run.maker_thread import MakerThread, Pause
+from asyncloader.run.plan import END, NOTHING
 from asyncloader.run.run_start import RunStart, reads_again
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
 from asyncloader.seeding.generators import GLOBAL, check_of, left_alone
 from asyncloader.seeding.turns import Drawing, alone, untouched
-from asyncloader.worker.batch_maker import BatchMaker
+from asyncloader.worker.batch_maker import BatchMaker, Host
+from asyncloader.worker.job import NoGoodSample
 
 T_co = TypeVar("T_co", covariant=True)
+
+_new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
+
+
+class InlineHost(Host):
+    """The trainer's process, as what makes batches. Nothing here makes it look like a worker."""
+
+    where = "in the main process"
+    cpu_clock = staticmethod(float)  # always 0.0: stats() has the CPU time of this process
+
+    def ends(self, error: BaseException) -> bool:
+        """Whether this is an interruption by a signal's handler, and no failure of a batch.
+
+        No handler raises CancelledError; a SystemExit of an awaited sample was raised on the loop, and says so.
+        """
+        is_of_a_sample = isinstance(error, asyncio.CancelledError) or hasattr(error, "asyncloader_of_a_sample")
+        return not (isinstance(error, Exception) or is_of_a_sample)
 
 
 def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -56,10 +86,6 @@ def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
         if future.done() and not future.cancelled() and future.exception() is error:
             error.asyncloader_of_a_sample = True  # type: ignore[attr-defined]
         raise
-
-
-def _has_heard(run: InlineRun) -> bool:
-    return not run.has_asked
 
 
 def _checks() -> list[int]:
@@ -83,32 +109,43 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         state: To begin from.
     """
 
-    _run: InlineRun
-
     def __init__(
         self, loader: DataLoader[T_co], options: Options, runs: Runs, state: LoaderState | None = None
     ) -> None:
         super().__init__(loader, options, runs)
+        self._handoff: Handoff[Any] = Handoff()  # nothing is handed over: a task waits for its batch, or for keys
         self._start(loader, state)
+
+    @property
+    def _is_made(self) -> bool:
+        return "_in_hand" in vars(self)
 
     def _start(self, loader: DataLoader[T_co], state: LoaderState | None) -> None:
         """Begin a run."""
         start, options = self._begin(partial(self._construct, loader), state), self._options
-        progress, faults = start.checkpointer.progress, Faults()
-        arrives = bool(getattr(start.plan, "arrives", False))
-        self._meter = self._runs.make_meter(options, start.checkpointer.epoch, 0, 0, faults, keys_arrive=arrives)
-        self._runs.meter = self._meter
-        taking = Taking(progress, ErrorLimit(options, progress, faults))
-        pin = None if self._pinned_for is None else partial(pinned, device=self._pinned_for)
-        self.is_closed = False
-        maker, made = self._make_maker(start), start.checkpointer
-        aside = partial(alone, made.key, maker.seeder.own) if options.seeds_each_sample else None
-        self._run = InlineRun(start.plan, taking, maker, pin, aside)
-        self._run.stop_with(self)
-        if arrives:  # whoever brings keys may wait for those who take batches
+        plan, made, faults = start.plan, start.checkpointer, Faults()
+        meter = self._runs.make_meter(options, made.epoch, 0, 0, faults, keys_arrive=plan.arrives)
+        self._runs.meter = meter
+        meter.makes_here()
+        maker = self._make_maker(start)
+        make: Callable[[int, Any], Any] = maker.make
+        if options.seeds_each_sample:
+            make = partial(_make_alone, partial(alone, made.key, maker.seeder.own), make)
+        if self._pinned_for is not None:
+            make = partial(_make_pinned, partial(pinned, device=self._pinned_for), make)
+        thread = MakerThread(make, self._handoff.wake)
+        thread.end_with(self)
+        limit, arrivals = ErrorLimit(options, made.progress, faults), Arrivals(self, plan)
+        if plan.arrives:  # whoever brings keys may wait for those who take batches
             exits.note_user()
         self._dataset_fetcher = None  # torch's
-        self._pid = os.getpid()
+        self._names = namer(options.dataset, of_batches=options.auto_collation)
+        self._is_torn = self.is_closed = False
+        # By assignments alone: another thread, or a task, may be about to go on with the run before.
+        self._plan, self._progress, self._maker, self._make = plan, made.progress, maker, make
+        self._meter, self._limit, self._arrivals, self._thread = meter, limit, arrivals, thread
+        self._is_counted_simply = made.progress.now.tracks is None and not made.progress.now.ahead
+        self._in_hand: Any = NOTHING
 
     def _make_maker(self, start: RunStart) -> BatchMaker:
         """Return what makes batches, its dataset where the run begins. Raises whatever the dataset raises.
@@ -138,106 +175,251 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             raise maker.failure
         return maker
 
-    # -------------------------------------------------------------------------------------------------- taking
+    # -------------------------------------------------------------------------------------------------- for
 
-    def _next(self, call: Call) -> Item:
-        asked_at = perf_counter()
-        while True:
-            run = self._run
-            if run.closed or run.is_torn or self._pid != exits.pid:
-                self._check_usable()
-            with run.making:
-                if not (is_left := exits.is_exiting and exits.is_left_behind()):
-                    try:
-                        run.taking.progress.follower()  # before the batch is read: it may depend on that
-                        if not (run.ready or run.taking.num_dropped) and (run.to_do or run.read()):
-                            run.make()
-                        if (item := self._take(run, call, asked_at)) is not None:
-                            return item
-                    finally:
-                        run.handoff.wake()  # a task may have waited for this batch, or for the end
-                        item = None  # what a sample has raised may refer to this frame
-            if is_left:
-                exits.stop_daemon()
-            if run.has_asked:
-                run.handoff.wait(partial(_has_heard, run), None)
+    def _take(self, asked_at: float) -> Any:
+        with self._lock:
+            if self._pass is not exits.token:
+                self._enter(FOR)
+            while (batch := self._in_hand) is NOTHING:
+                if not self._make_next(asked_at):
+                    raise StopIteration
+            if self._IterableDataset_len_called is not None:
+                self.check_length()
+            self._count()
+            self._num_yielded += 1
+        return batch
 
-    async def _until_started(self) -> None:
-        exits.note_user()
-
-    def _take_or_ask(self, call: Call, asked_at: float, *, has_waited: bool) -> Item | None:
-        """Take a batch, or see that there is one to do for each task that waits.
-
-        The batch of a task that was cancelled is taken by the next consumer. So a task that has waited may find nothing
-        and asks again.
-        """
-        self._check_usable()
-        run = self._run
-        with run.taking.progress.lock:
-            if (item := self._take(run, call, asked_at)) is None and run.lacks(run.handoff.waiting + 1):
-                run.read()
-        if run.to_do:
-            run.kick()
-        elif run.is_over:
-            run.handoff.wake()  # a task that still waits learns that there is no more
-        return item
-
-    def _take(self, run: InlineRun, call: Call, asked_at: float) -> Item | None:
-        """Take what is ready.
+    def _make_next(self, asked_at: float) -> bool:
+        """Have the next batch in hand, unless it is left out; False at the end.
 
         Raises:
-            StopIteration: at the end of the data.
+            BaseException: what is raised in the place of a batch, which is counted.
         """
-        taking = run.taking
-        with taking.progress.lock:
-            item = taking.take(call)
-        if item is None:
-            if not run.is_over:
-                return None
-        elif (outcome := item.outcome).kind == Kind.BATCH:
-            self._meter.took_here(asked_at, outcome.record, item.times, len(run.ready))
-            return item
-        elif outcome.kind != Kind.EXHAUSTED:
-            self._meter.faults.errors += 1
-            return item
-        elif isinstance(outcome.snapshot, Frozen):
-            taking.progress.ends = {0: outcome.snapshot}
-        self._meter.log_summary()
-        run.handoff.wake_all()  # tasks that still wait learn that there is no more
-        raise StopIteration
+        plan, progress, maker = self._plan, self._progress, self._maker
+        keys = self._read_arriving() if plan.arrives else plan.read()
+        if keys is END or keys is VOID:
+            return self._pass_over(keys)
+        number, began = progress.read - 1, perf_counter()
+        try:
+            batch = self._make(number, progress.placed(number, keys) if progress.knows_places else keys)
+            if maker.bad and (error := self._too_many()) is not None:
+                raise error
+            self._in_hand = batch
+        except BaseException as raised:
+            if maker.host.ends(raised):
+                self._is_torn, self._pass = self._options.is_iterable, None
+                raise
+            return self._give_error(raised)
+        self._note(number, asked_at, began)
+        return True
 
-    def _restart(self, loader: DataLoader[T_co], state: LoaderState) -> None:
-        self.close()
-        self._start(loader, state)
+    def _read_arriving(self) -> Any:
+        """Return the next keys, when they are there."""
+        self._progress.follower()  # before the batch is read: it may depend on that
+        while self._arrivals.must_wait():
+            self._handoff.wait(self._has_news, None)
+            self._check_usable()
+        return self._plan.read()
+
+    # -------------------------------------------------------------------------------------------------- async for
+
+    async def _take_async(self, asked_at: float) -> Any:
+        while (batch := self._in_hand) is NOTHING:
+            if not await self._make_next_aside(asked_at):
+                raise StopAsyncIteration
+        if self._IterableDataset_len_called is not None:
+            self.check_length()
+        self._count()
+        self._num_yielded += 1
+        return batch
+
+    async def _make_next_aside(self, asked_at: float) -> bool:
+        """Have the next batch in hand as `_make_next` does, made by the thread.
+
+        A task that was cancelled while it waited has left its batch to the next one.
+        """
+        thread, began = self._thread, perf_counter()
+        if not thread.is_asked:
+            keys = await self._read_aside()
+            if keys is END or keys is VOID:
+                return self._pass_over(keys)
+            if not thread.has_begun:
+                self._maker.pause_with(Pause())
+            number = self._progress.read - 1
+            thread.ask(number, self._progress.placed(number, keys))
+        while (made := thread.made) is None:
+            await self._wait()
+            if thread is not self._thread:  # a state was loaded meanwhile
+                return True
+        self._in_hand, error = made
+        thread.is_asked, thread.made = False, None
+        try:
+            if error is None:
+                error = self._too_many()
+            if error is not None:
+                return self._give_error(error, in_async_for=True)
+        finally:
+            del made, error  # a traceback that refers to this frame would keep the iterator alive
+        self._note(self._progress.read - 1, asked_at, began)
+        return True
+
+    async def _read_aside(self) -> Any:
+        """Return the next keys, when they are there. The sampler is the user's, and is read in the caller's thread."""
+        self._progress.follower()
+        while self._arrivals.must_wait():
+            await self._wait()
+        try:
+            return self._plan.read()
+        except StopAsyncIteration as error:
+            raise stand_in(error, in_async_for=True) from error
+
+    async def _wait(self) -> None:
+        await self._handoff.wait_async(self._has_news, None)
+        self._last_turn = time.monotonic()
+        self._check_usable()
+
+    # -------------------------------------------------------------------------------------------------- both
+
+    def _has_news(self) -> bool:
+        """Whether a consumer that waits should look again."""
+        is_waiting = self._arrivals.are_awaited or (self._thread.is_asked and self._thread.made is None)
+        return not is_waiting or self.is_closed or exits.is_exiting
+
+    def keys_came(self) -> None:
+        """Have the consumer look again: keys have come that were to be read. In the thread that brings them."""
+        try:
+            self._arrivals.are_awaited = False
+        finally:
+            self._handoff.wake()
+
+    def _pass_over(self, keys: Any) -> bool:
+        """Go on at the end, or at a batch that was done with before the run; False at the end."""
+        if keys is END:
+            self._meter.log_summary()
+            self._progress.note_end()
+            return False
+        self._plan.keys = NOTHING
+        return True
+
+    def _too_many(self) -> BaseException | None:
+        """Return what is due if too many samples have raised by now."""
+        bad = self._maker.bad
+        return self._limit.count(bad, self._progress.now.bad_count) if bad else None
+
+    def _note(self, number: int, asked_at: float, began: float) -> None:
+        """Count the times of the batch in hand."""
+        maker, made_at = self._maker, perf_counter()
+        stalled_s = maker.stalled_s(made_at) if made_at >= maker.stalls_due_at else 0.0
+        self._meter.took_here([number, maker.count, stalled_s, began, maker.fetched_at, made_at, asked_at])
+
+    def _give_error(self, error: BaseException, *, in_async_for: bool = False) -> bool:
+        """Raise what stands in the place of a batch, or pass over one that is left out; False at a stream's end."""
+        maker, options, faults = self._maker, self._options, self._meter.faults
+        raised: BaseException | None = None
+        try:
+            if isinstance(error, EndOfData):
+                if isinstance(snapshot := maker.last_snapshot(), Frozen):
+                    self._progress.ends = {0: snapshot}
+                self._plan.keys = END
+                return self._pass_over(END)
+            raised = self._too_many()
+            if raised is None and isinstance(error, NoGoodSample):
+                if options.on_error == "skip":
+                    bad = [sample.key for sample in maker.bad]
+                    faults.left_out.append(bad if options.auto_collation else bad[0])
+                    self._count()
+                    return True
+                maker.blame, error = Blame(error.position), error.first
+            if raised is None:
+                keys = None if options.is_iterable else self._names(self._plan.keys)
+                raised = LocalError(error, "", maker.blame).rebuild(keys)
+            raised = stand_in(raised, in_async_for=in_async_for)
+            faults.errors += 1
+            self._count()
+            raise raised
+        finally:
+            del error, raised  # a traceback refers to this frame
+
+    def _count(self) -> None:
+        """Count the batch in hand, or what stands in its place: it is given."""
+        plan, progress, maker = self._plan, self._progress, self._maker
+        place = progress.now
+        if self._is_counted_simply and not maker.bad:
+            position, *rest = place
+            place = _new(Place, (position + 1, *rest))
+        else:
+            number, in_stream, keys = progress.read - 1, -1, None
+            if not self._options.is_iterable:
+                in_stream, keys = number, progress.placed(number, plan.keys)
+            place = place.after(number, 0, in_stream, maker.snapshot, keys, len(maker.bad))
+        # From here on nothing is called: neither can a signal's handler run, nor another thread.
+        progress.now, plan.keys, self._in_hand = place, NOTHING, NOTHING
+
+    # -------------------------------------------------------------------------------------------------- ending
 
     def _check_usable(self) -> None:
-        check_owner(self._pid)
-        run = self._run
-        if run.closed and not run.is_over:
+        if self.is_closed and self._plan.keys is not END:
             raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
-        if run.is_torn:
+        if self._is_torn:
             raise LoaderClosedError(
                 "this iterator was interrupted while it read its dataset, and what it had read of a batch is gone; "
                 "to go on, load the loader's state_dict() and call iter(loader)"
             )
+
+    def _restart(self, loader: DataLoader[T_co], state: LoaderState) -> None:
+        self.close()
+        self._start(loader, state)
 
     def close(self) -> None:
         """End; a batch in work on the thread is waited for, 3 s at most."""
         if self._is_finalizing() or not self._is_made:
             return
         self.leave()
-        self._run.join(3.0)
+        self._thread.join(3.0)
         self._seeding.end()
 
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
-        self.is_closed = True
-        if not self._is_made:
-            return
-        self._run.close()
-        self._run.stop()
-        self._run.handoff.wake_all()
+        self.is_closed, self._pass = True, None
+        if self._is_made:
+            self._arrivals.leave()
+            self._thread.stop()
+            self._handoff.wake()
 
     async def aclose(self) -> None:
         """End as `close` does, without blocking the loop."""
         await asyncio.to_thread(self.close)
+
+    def wait_made(self, timeout_s: float) -> None:
+        """Wait until no batch is being made, at the end of the program."""
+        self._handoff.wake()
+        if self._pid == exits.pid and self._lock.acquire(timeout=timeout_s):
+            self._lock.release()
+
+
+def _make_alone(aside: Callable[[], Any], make: Callable[[int, Any], Any], number: int, keys: Any) -> Any:
+    """Make a batch whose samples seed the global generators, which stay the trainer's."""
+    with aside():
+        return make(number, keys)
+
+
+def _make_pinned(pin: Callable[[Any], Any], make: Callable[[int, Any], Any], number: int, keys: Any) -> Any:
+    """Make a batch in page-locked memory."""
+    return pin(make(number, keys))
+
+
+def _stop_at_exit() -> None:
+    """Have our threads end, and let daemon threads of the user's finish their batch.
+
+    See :mod:`asyncloader.threads` for what would happen to them in the middle of one.
+    """
+    iterators = [each for each in threads.copied(iterators_here) if isinstance(each, InlineIterator)]
+    for iterator in iterators:
+        iterator._thread.stop()
+    for iterator in iterators:
+        iterator.wait_made(exits.grace_left_s())
+        iterator._thread.join(exits.grace_left_s())
+
+
+exits.at_exit(_stop_at_exit)

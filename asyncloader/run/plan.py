@@ -14,8 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from types import GeneratorType
 from typing import Any, cast
 
@@ -30,7 +29,7 @@ from asyncloader.messages.snapshot import Frozen, Pace
 from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
 from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
-from asyncloader.run.random_order import indices, skip, take
+from asyncloader.run.random_order import RandomOrder, indices, skip, take
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
@@ -51,8 +50,10 @@ def samplers_within(index_sampler: Any) -> list[Any]:
     return found
 
 
-_NOTHING: Any = object()
-_END: Any = object()
+NOTHING: Any = object()
+"""In place of keys: nobody has read any, or they were taken."""
+END: Any = object()
+"""In place of keys: there are no more."""
 _torch_iter = BatchSampler.__iter__
 
 
@@ -63,10 +64,12 @@ def order_generators(options: Options) -> RNGSnapshot:
 
 
 class Plan:
-    """Iterator over the batches of keys of one epoch; VOID where there is nothing to do, or it was done before the run.
+    """Iterator over the batches of keys of one epoch; VOID where the batch was done with before the run.
 
-    Read with the lock of the progress held: states are made under it. A sampler whose keys arrive as time goes by is
-    asked when they are there (`awaits`).
+    Read by one thread at a time. Keys that were read stay in `keys` until whoever has made something of them sets it to
+    NOTHING: an interrupt, which may come after any call, loses none. They get there by an assignment with no call in
+    between, so what an iterator has given is never lost on the way: ``for self.keys in feed`` and not ``next``. A
+    sampler whose keys arrive as time goes by is asked when they are there (`awaits`).
 
     torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
     what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
@@ -83,6 +86,10 @@ class Plan:
         is_batched: Keys name the samples of a batch; otherwise one sample.
         with_arrays: The keys of torch's own samplers are given out as arrays, too.
         order: Notes the generators when the order is drawn, or has it drawn again.
+
+    Attributes:
+        keys: What was read and nobody has taken: the keys of the batch before `Progress.read`, VOID, or END for good.
+        arrives: The sampler knows whether it has keys: `ArrivingKeys`.
     """
 
     def __init__(
@@ -96,17 +103,20 @@ class Plan:
         with_arrays: bool = False,
         order: OrderDraw | None = None,
     ) -> None:
+        self.keys: Any = NOTHING
         self._index_sampler = index_sampler
         self._is_batched = is_batched
         self._pair = Indices if with_arrays else None
         self._takes_apart = _is_torchs(index_sampler, iterator)
-        # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
-        # By a weak reference: there is no cycle, so what the sampler's iterator holds goes with the plan.
-        iterated_over = iter(partial(_next_batch, weakref.ref(self)), []) if self._takes_apart else iterator
-        self._feed = map(next, repeat(iterated_over))
-        self._held: Any = _NOTHING  # what was read, until it is given out: a Ctrl-C may hit in between
-        self._is_new = False  # what is held: the sampler's state after it was not taken yet
-        self._begun: list[Any] = []  # a batch that is being taken: a Ctrl-C may hit again
+        self._size = index_sampler.batch_size if self._takes_apart else 1
+        self._feed = _feed(iterator)  # where the sampler is not taken apart
+        self._is_new = False  # what is in `keys` is as the sampler gave it, and not counted
+        self._is_plain = False  # see `_read_plain`
+        self._pieces: RandomOrder | None = None  # what torch's RandomSampler is read by
+        self._is_gathered = False
+        self._is_answer = False  # that is one of those which `Progress.asked` counts
+        self._is_noted = True  # the sampler's state is due after a batch, or places of samples are counted
+        self._begun: list[Any] = []  # a batch that is being taken apart: an iterator may be interrupted in its middle
         self._ended_by = ""  # the interrupt that has finished a generator of the sampler's
         self._consumer: Callable[[], Any] = _nobody
         self._inner: Any = None if self._takes_apart else iterator  # what may have a state
@@ -116,7 +126,7 @@ class Plan:
         iterated = index_sampler.sampler if self._takes_apart else index_sampler
         self._is_exact = self._sampler is iterated  # otherwise its state does not say where in the epoch it is
         self._is_elastic = self._is_exact and is_elastic(iterated)
-        self.arrives = probe(iterated, "keys_arrive") is True  # its iterator knows whether it has keys: `ArrivingKeys`
+        self.arrives = probe(iterated, "keys_arrive") is True
         if self.arrives and hasattr(iterator, "follow"):
             progress.follow(cast(FollowsConsumers, iterator))
         self._order = order
@@ -134,25 +144,98 @@ class Plan:
         return self
 
     def __next__(self) -> Any:
-        if self._held is _NOTHING:
-            if self._is_simple:
-                self._hold_answer()
-            else:
-                self._ask()
-        elif self._is_new:
-            self._note_answer()
-        keys = self._held
-        if keys is _END:  # which stays: the sampler is not asked again, as some iterators would begin anew
+        keys = self.read()
+        if keys is END:
             raise StopIteration
-        progress = self._progress
-        count = len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
-        if progress.read in self._done:
-            keys = VOID
-        else:
-            progress.named_samples += count
-        progress.read_batch(count)
-        self._held = _NOTHING
+        self.keys = NOTHING
         return keys
+
+    def read(self) -> Any:
+        """Read the keys of the next batch, unless there are some that nobody has taken; return `keys`."""
+        if self.keys is NOTHING:
+            if self._is_plain:
+                return self._read_plain()
+            if self._is_simple:
+                self._ask()
+            else:
+                self._ask_watched()
+        if self._is_new:
+            self._count()
+        return self.keys
+
+    def _read_plain(self) -> Any:
+        """Read a batch of torch's BatchSampler, where nothing is to be noted: all but the first of most epochs."""
+        begun, size = self._begun, self._size
+        try:
+            if self._pieces is None:
+                begun.extend(islice(self._inner, size - len(begun)))  # an iterator leaves what it has given before
+            elif not begun:
+                begun = self._begun = self._pieces.take(size, self._pair)
+        except BaseException as error:
+            self._note_raised(error)
+            raise
+        if len(begun) < size:
+            self._is_plain, self._is_new, self.keys = False, True, begun
+            self._count()
+            return self.keys
+        progress = self._progress
+        # From here on nothing is called.
+        self.keys, self._begun = begun, []
+        progress.read += 1
+        progress.named_samples += size
+        return begun
+
+    def _ask(self) -> None:
+        """Ask the sampler for a batch of keys, or its end, which stays: some iterators would begin anew."""
+        if self._ended_by:
+            raise LoaderClosedError(
+                f"{self._ended_by} was raised while the sampler was read, and has ended its iterator: nothing more "
+                "comes of it. loader.load_state_dict(loader.state_dict()) goes on after the batches that were given."
+            )
+        self._is_new = True
+        try:
+            if self._inner is None:
+                self._begin_inner()
+            if self._takes_apart:
+                self.keys = take(self._inner, self._size, self._begun, self._pair)
+            else:
+                for self.keys in self._feed:  # noqa: B020 - an attribute of ours
+                    break
+                else:
+                    self.keys = END
+        except BaseException as error:
+            self._note_raised(error)
+            raise
+
+    def _count(self) -> None:
+        """Take what was read for a batch of keys, or the end, and count it. May be done again."""
+        keys, progress = self.keys, self._progress
+        count = len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
+        if is_short := self._takes_apart and len(keys) < self._size:
+            self._end()
+            if not keys or self._index_sampler.drop_last:
+                keys = END
+        if self._is_noted and keys is not END:
+            self._note_state(is_short=is_short)
+            progress.note_read(count)
+            self._is_noted = progress.knows_places or bool(self._is_stateful)
+        # From here on nothing is called: neither can a signal's handler run, nor another thread.
+        if keys is END:
+            self.keys = END
+        else:
+            if progress.read in self._done:
+                self.keys = VOID
+            else:
+                progress.named_samples += count
+            progress.read += 1
+        if self._is_answer:
+            progress.asked += 1
+        self._begun, self._is_new, self._is_answer = [], False, False
+        self._is_plain = (
+            self._takes_apart
+            and self._is_simple
+            and not (is_short or self._is_noted or self._done or self._is_gathered)
+        )
 
     def end_with(self, consumer: object) -> None:
         """Have keys be read ahead for this object alone: see `EndsWithConsumer`. Called before they are read."""
@@ -170,6 +253,8 @@ class Plan:
 
     def _begin_inner(self) -> None:
         self._inner = indices(self._index_sampler.sampler)
+        self._pieces = self._inner if type(self._inner) is RandomOrder else None
+        self._is_gathered = self._pair is not None and self._pieces is None  # arrays of indices are made one by one
         self._bind()
 
     def _bind(self) -> None:
@@ -178,13 +263,13 @@ class Plan:
 
     def awaits(self, tell: Callable[[], object]) -> bool:
         """Whether the next keys are still to arrive: then ``tell`` is called once, in any thread, when they have."""
-        if self._held is not _NOTHING or self._ended_by:
+        if self.keys is not NOTHING or self._ended_by:
             return False
         try:
             if self._inner is None:
                 self._begin_inner()
             arrived = getattr(self._inner, "arrived", None)  # None: it is at its end, and another stands in its place
-            count = self._index_sampler.batch_size - len(self._begun) if self._takes_apart else 1
+            count = self._size - len(self._begun)
             return arrived is not None and not arrived(count, tell)
         except Exception:  # there is nothing more, as after what `next` raises
             self._end()
@@ -192,20 +277,21 @@ class Plan:
 
     def _end(self) -> None:
         """Have nothing more come: the iterator is not asked again, as some begin anew."""
-        self._inner, self._begun = iter(()), []
-        if not self._takes_apart:
-            self._feed = map(next, repeat(self._inner))
+        self._inner = iter(())
+        self._feed = _feed(self._inner)
 
-    def _ask(self) -> None:
-        """Ask the sampler for a batch of keys, or its end, which is held until it is given out."""
+    def _ask_watched(self) -> None:
+        """Ask the sampler, which may draw, or is to draw its order now. Such answers are counted."""
+        self._is_answer = True
         if self._keeps_out:
             with Drawing() as drawing, self._drawing():
-                self._hold_answer()
+                self._ask()
+                self._count()  # which may take the sampler's state
             self._keeps_out = self._may_draw and not drawing.overstayed
         else:
             with self._drawing():
-                self._hold_answer()
-        self._progress.asked += 1
+                self._ask()
+                self._count()
         self._is_simple = not (self._keeps_out or self._may_draw)
 
     def _drawing(self) -> AbstractContextManager[None]:
@@ -223,43 +309,21 @@ class Plan:
         """Whether no state says what the sampler draws next."""
         return self._may_draw and self._sampler is None and not is_stateful(self._inner)
 
-    def _hold_answer(self) -> None:
-        if self._ended_by:
-            raise LoaderClosedError(
-                f"{self._ended_by} was raised while the sampler was read, and has ended its iterator: nothing more "
-                "comes of it. loader.load_state_dict(loader.state_dict()) goes on after the batches that were given."
-            )
-        feed, self._is_new = self._feed, True
-        try:
-            for self._held in feed:  # not the iterator itself: `iter` begins some anew
-                break
-            else:
-                self._held = _END
-        except BaseException as error:
-            self._note_interrupt(error)
-            raise
-        self._note_answer()
+    def _note_raised(self, error: BaseException) -> None:
+        """Note what the sampler has raised: torch's has nothing more after an exception.
 
-    def _note_answer(self) -> None:
-        """Take what is held for a batch of keys, or the end; take the sampler's state after it. May be done again."""
-        keys = self._held
-        if is_short := self._takes_apart and keys is not _END and len(keys) < self._index_sampler.batch_size:
-            self._end()
-            if self._index_sampler.drop_last:
-                self._held = _END
-        if self._is_stateful is not False and self._held is not _END:
-            self._note_state(is_short=is_short)
-        self._begun, self._is_new = [], False
-
-    def _note_interrupt(self, error: BaseException) -> None:
-        """Remember an interrupt that has gone through a generator of the sampler's: the generator is finished by that.
-
-        Its next answer would be the end of the epoch. Any other iterator is asked again.
+        An interrupt that has gone through a generator has finished it, and the generator's next answer would be the end
+        of the epoch. Any other iterator is asked again.
         """
+        if isinstance(error, Exception):
+            if self._takes_apart:
+                self._end()
+                self._begun = []
+            return
         trace = error.__traceback__
         while trace is not None and not trace.tb_frame.f_code.co_flags & inspect.CO_GENERATOR:
             trace = trace.tb_next
-        if trace is not None and not isinstance(error, Exception):
+        if trace is not None:
             self._ended_by = type(error).__name__
 
     def _note_state(self, *, is_short: bool) -> None:
@@ -313,23 +377,10 @@ class Plan:
             )
             self._is_stateful = False
 
-    def _batch(self) -> list[Any]:
-        """Return the next batch as torch's BatchSampler makes it, of an iterator that is looked after; [] at the end.
 
-        After an exception of the sampler there is nothing more, as with torch; nor after its end.
-        """
-        try:
-            if self._inner is None:
-                self._begin_inner()
-            return take(self._inner, self._index_sampler.batch_size, self._begun, self._pair)
-        except Exception:
-            self._end()
-            raise
-
-
-def _next_batch(plan: weakref.ref[Plan]) -> list[Any]:
-    alive = plan()
-    return [] if alive is None else alive._batch()
+def _feed(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator for `for` over another one, which is not iterated over anew: some begin anew then."""
+    return map(next, repeat(iterator))
 
 
 def _nobody() -> None:

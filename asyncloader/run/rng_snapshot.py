@@ -245,8 +245,9 @@ class OrderDraw:
 
     def as_plain(self) -> dict[str, Any]:
         """Return what a state says of it: in some microseconds once the order is drawn, before that in 200."""
-        is_drawn = self._is_again or not self.is_due
-        at_next = self._at_next_text or self._rng.as_text(self._at_next if is_drawn else self._rng.capture())
+        now = self._rng.capture() if self.is_due and not self._is_again else None
+        is_drawn = self._is_again or not self.is_due  # perhaps since a moment ago, in another thread
+        at_next = self._at_next_text or self._rng.as_text(self._at_next if is_drawn else now or [])
         if is_drawn:
             self._at_next_text = at_next
         at_iter = self._at_iter_text

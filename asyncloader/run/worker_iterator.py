@@ -17,24 +17,27 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, NoReturn, TypeVar
+from time import perf_counter
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from asyncloader.backends.backend import END_GRACE_S
 from asyncloader.backends.processes.pool import WorkerHandle
 from asyncloader.backends.processes.process import WorkerProcess
+from asyncloader.engine import exits
 from asyncloader.engine.engine import Engine, State
 from asyncloader.engine.finisher import Finisher
+from asyncloader.engine.item import Item
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
-from asyncloader.engine.progress import Call, Progress
+from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Run
-from asyncloader.engine.taking import Item
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
-from asyncloader.messages.messages import EpochSpec
+from asyncloader.messages.failure import stand_in
+from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.options import AutoWorkers, Options
 from asyncloader.run import home_loop, workplace
-from asyncloader.run.base_iterator import BaseIterator, check_owner
+from asyncloader.run.base_iterator import FOR, BaseIterator, check_owner
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
@@ -143,8 +146,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _take_from(self, run: Run) -> None:
         """Have consumers take from a run that has begun."""
-        self._run, self.is_closed = run, False
-        vars(self).pop("_next", None)
+        self._run, self.is_closed, self._face = run, False, ""
         self._meter = self._runs.meter = run.meter
         self._seeding.end_others(run.epoch.key)
 
@@ -205,35 +207,120 @@ class WorkerIterator(BaseIterator[T_co]):
 
     # -------------------------------------------------------------------------------------------------- taking
 
-    def _next(self, call: Call) -> Item:
-        run = self._run
-        if run.handoff.ready and self._engine.pid == os.getpid() and (item := run.take(call)) is not None:
-            try:
-                return item
-            finally:
-                del item  # the traceback of an error of the sampler may refer to this frame
-        asked_at = time.perf_counter()
-        refuse_to_block_the_loop()
-        home_loop.refuse_to_block(self._home)
-        if (started := self._started) is not None:  # another thread may find out first that they are
-            check_owner(self._engine.pid)
-            self._wait_started(started)
-            del started
-        self._check_usable()
-        deadline = self._deadline()
-        while (item := self._take_or_ask(call, asked_at, has_waited=True)) is None:
-            run = self._run  # another one, if the iterator has begun it meanwhile
-            if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
-                self._raise_unless_news(self._wait_report(self._engine.report_overdue(self._options.timeout)))
-                deadline = self._deadline()
-        try:
-            return item
-        finally:
-            del item
+    @property
+    def _is_made(self) -> bool:
+        return "_run" in vars(self)
 
     def is_ready(self) -> bool:
-        """Whether the next batch is there, so that `next` does not wait for it."""
-        return bool(self._run.handoff.ready)
+        """Whether the next batch is there."""
+        return self._run.has_ready
+
+    def _take(self, asked_at: float) -> Any:
+        item = None
+        try:
+            with self._lock:
+                if self._pass is not exits.token:
+                    self._enter(FOR)
+                if (item := self._run.first()) is not None:
+                    return self._give(item, 0.0, asked_at)
+                item = self._wait_for_item()
+                return self._give(item, asked_at, perf_counter())
+        finally:
+            item = None  # the traceback of an error refers to this frame
+
+    def _wait_for_item(self) -> Item:
+        refuse_to_block_the_loop()
+        home_loop.refuse_to_block(self._home)
+        if self._started is not None:
+            self._wait_started(self._started)
+        deadline = self._deadline()
+        while (item := self._look()) is None:
+            run = self._run  # another one, if the iterator has begun it meanwhile
+            if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
+                self._raise_unless_news(self._wait_report())
+                deadline = self._deadline()
+        return item
+
+    async def _take_async(self, asked_at: float) -> Any:
+        item = None
+        try:
+            if self._started is not None:
+                await self._until_started()
+            if (item := self._run.first()) is not None:
+                return self._give(item, 0.0, asked_at, in_async_for=True)
+            item = await self._wait_for_item_async()
+            return self._give(item, asked_at, perf_counter(), in_async_for=True)
+        finally:
+            item = None
+
+    async def _wait_for_item_async(self) -> Item:
+        deadline = self._deadline()
+        try:
+            while (item := self._look()) is None:
+                run = self._run
+                if not await run.handoff.wait_async(run.has_news, deadline) and not run.has_news():
+                    self._raise_unless_news(await self._wait_report_async())
+                    deadline = self._deadline()
+                self._last_turn = time.monotonic()
+        except StopIteration:
+            raise StopAsyncIteration from None
+        except StopAsyncIteration as error:  # of the sampler
+            raise stand_in(error, in_async_for=True) from error
+        return item
+
+    def _deadline(self) -> float | None:
+        """Return until when a consumer that comes now waits for a batch."""
+        timeout = self._options.timeout
+        return time.monotonic() + timeout if timeout > 0 else None
+
+    def _look(self) -> Item | None:
+        """Return the first item, or find out that there will be none, or do what can be done before waiting.
+
+        Raises:
+            StopIteration: if everything was taken.
+        """
+        run = self._run
+        if (item := run.first()) is not None:
+            return item
+        self._check_usable()
+        try:
+            run.check()
+            run.read_on()
+        except StopIteration:
+            self._run.progress.note_end()
+            raise
+        finally:
+            if run.all_taken:
+                if not self._persistent_workers:
+                    self._engine.request_close()  # the workers may go
+                self._seeding.end_one(run.epoch.key)  # samples of a batch that was given up may still be in work
+        return None
+
+    def _give(self, item: Item, asked_at: float, came_at: float, *, in_async_for: bool = False) -> Any:
+        """Return the batch of an item, or raise what is in its place; it is counted last.
+
+        Args:
+            item: The item.
+            asked_at: Since when the consumer has waited; 0.0 if it has just come.
+            came_at: Since when it need not wait.
+            in_async_for: What is raised is to end no ``async for``.
+        """
+        run = self._run
+        run.read_for(item)
+        run.note(item, asked_at, came_at)
+        outcome = item.outcome
+        if outcome.kind == Kind.BATCH:
+            if self._IterableDataset_len_called is not None:
+                self.check_length()
+            run.count(item)
+            self._num_yielded += 1
+            return outcome.data
+        error = stand_in(outcome.error, in_async_for=in_async_for)
+        run.count(item)
+        try:
+            raise error
+        finally:
+            del error, item, outcome  # a traceback that refers to this frame would keep the iterator, and its workers
 
     def _wait_started(self, started: Future[None]) -> None:
         try:
@@ -248,7 +335,6 @@ class WorkerIterator(BaseIterator[T_co]):
 
     async def _until_started(self) -> None:
         """Wait until workers are started, as `_wait_started` does."""
-        check_owner(self._engine.pid)
         if (started := self._started) is not None:
             try:
                 await asyncio.shield(asyncio.wrap_future(started))
@@ -261,22 +347,6 @@ class WorkerIterator(BaseIterator[T_co]):
                 del started
         self._check_usable()
 
-    def _take_or_ask(self, call: Call, asked_at: float, *, has_waited: bool) -> Item | None:
-        """Take an item, or find out that there will be none, or do what can be done before waiting."""
-        run = self._run
-        if (item := run.take(call, asked_at if has_waited else 0.0)) is not None:
-            return item
-        self._check_usable()
-        run.check()
-        try:
-            run.read_on()
-        finally:
-            if run.all_taken:
-                if not self._persistent_workers:
-                    self._engine.request_close()  # the workers may go
-                self._seeding.end_one(run.epoch.key)  # samples of a batch that was given up may still be in work
-        return None
-
     def _check_usable(self) -> None:
         engine = self._engine
         check_owner(engine.pid)
@@ -284,23 +354,22 @@ class WorkerIterator(BaseIterator[T_co]):
         is_closing = self.is_closed or engine.state in (State.CLOSING, State.CLOSED)
         if is_closing and not run.all_taken and run.error is None:
             engine.portal.stop_daemon()
-            _refuse()
+            raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
 
     # ------------------------------------------------------------------------------------------------- timeouts
 
-    def _wait_report(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
+    def _wait_report(self) -> BatchTimeoutError | None:
         """Wait for the engine's answer, which comes within a second, unless something blocks its loop."""
         try:
-            return report.result(_ANSWER_S)
+            return self._engine.report_overdue(self._options.timeout).result(_ANSWER_S)
         except TimeoutError:
             return loop_blocked(self._options.timeout, self._engine.portal.where())
 
-    async def _raise_overdue(self) -> None:
-        self._raise_unless_news(await self._wait_report_async(self._engine.report_overdue(self._options.timeout)))
-
-    async def _wait_report_async(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(report), _ANSWER_S)
+    async def _wait_report_async(self) -> BatchTimeoutError | None:
+        try:  # in no variable: the future holds the error, whose traceback refers to these frames
+            return await asyncio.wait_for(
+                asyncio.wrap_future(self._engine.report_overdue(self._options.timeout)), _ANSWER_S
+            )
         except TimeoutError:
             return loop_blocked(self._options.timeout, self._engine.portal.where())
 
@@ -336,9 +405,7 @@ class WorkerIterator(BaseIterator[T_co]):
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
         if self._is_made and self._engine.pid == os.getpid():
-            self.is_closed = True
-            if not self._run.all_taken:
-                vars(self)["_next"] = _refuse  # batches that are ready are not given either
+            self.is_closed, self._pass = True, None  # batches that are ready are not given either
             self._engine.request_close()
 
     def _wait_closed(self) -> None:
@@ -359,7 +426,3 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} taken={self._run.taken} {self._engine!r}>"
-
-
-def _refuse(*_: object) -> NoReturn:
-    raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")

@@ -74,7 +74,6 @@ class Host:
     where = ""
     is_remote = False
     cpu_clock: Callable[[], float] = staticmethod(thread_time)
-    _collate: Callable[[Any], Any] | None = None
 
     def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Make the surroundings those of a worker: seeds, ``get_worker_info()``."""
@@ -87,14 +86,12 @@ class Host:
         """Make of an exception what the outcome of a failure holds: here the exception as it is."""
         return LocalError(error, self.where)
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-        """Make a batch of samples, or of a `Whole`, in memory that suits the host.
+    def collator(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return what makes a batch of samples, or of a `Whole`, in memory that suits the host.
 
         Here it is memory that is used again, where torch's default collates.
         """
-        if self._collate is None:
-            self._collate = recycling_collate(collate_fn)
-        return self._collate(samples)
+        return recycling_collate(collate_fn)
 
 
 class BatchMaker:
@@ -108,6 +105,8 @@ class BatchMaker:
         aside: Entered while batches are made again for nobody.
 
     Attributes:
+        host: Where it is.
+        stalls_due_at: When `stalled_s` may be asked again; that takes 20 to 100 us.
         keeper: Keeps the state of the dataset in this run, if it has one.
         failure: The exception that stands for every batch of this run, or None.
         seeder: The seeder of this run.
@@ -121,6 +120,10 @@ class BatchMaker:
 
     spec: WorkerSpec
     seeder: Seeder
+    collate: Callable[[Any], Any]
+    _is_batched: bool
+    _is_plain = False
+    """Nothing is seeded for batches or samples, and they do not know their places."""
     count = 0
     fetched_at = 0.0
     bad: Sequence[BadSample] = ()
@@ -139,7 +142,7 @@ class BatchMaker:
         self.switch = Steps()
         self._unfit: Exception | None = None  # what stands for every batch of every run
         self._id = worker_id
-        self._host = host
+        self.host = host
         self._run = run
         self._aside = aside
         self._fetch: Any = None  # a `Fetcher`, where samples are fetched one by one
@@ -149,10 +152,11 @@ class BatchMaker:
         self._told: tuple[int | None, ...] = ()  # the epochs of the run before
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
-        self._stalled_s, self._stalls_due_at = stalled_s(), perf_counter() + _STALLS_EVERY_S
+        self._stalled_s, self.stalls_due_at = stalled_s(), perf_counter() + _STALLS_EVERY_S
         self._memory: PrivateBytes | None = None
         if isinstance(spec, WorkerSpec):
             self.spec = spec
+            self.collate, self._is_batched = host.collator(spec.collate_fn), spec.auto_collation
             if host.is_remote:  # threads share their memory
                 self._memory = PrivateBytes(bound=spec.max_worker_memory)
         else:
@@ -193,7 +197,7 @@ class BatchMaker:
             # Streams of random numbers begin anew with the process; those from the beginning of the run were used.
             spec = replace(spec, base_seed=mix(spec.base_seed, crc32(repr(snapshot).encode())) >> 2)
         with self.opening():
-            self._host.enter(self._id, spec, partial(self._reseed_pipe, spec.dataset))
+            self.host.enter(self._id, spec, partial(self._reseed_pipe, spec.dataset))
             if spec.worker_init_fn is not None:
                 before = self._generator_checks()
                 spec.worker_init_fn(self._id)
@@ -214,6 +218,7 @@ class BatchMaker:
         if self.failure is not None:
             return
         self.seeder = Seeder(epoch.key)
+        self._is_plain = not (self._seeds or self.spec.knows_places)
         spec, outside = self.spec, sample_context.current.set(SampleContext(self.seeder, 0))
         try:
             self._leave(before)
@@ -224,7 +229,7 @@ class BatchMaker:
             tell(listeners(dataset), news)
             if epoch.starts is not None:
                 start = epoch.starts[self._id]
-                self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
+                self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self.host.is_remote)
                 tell(listeners(dataset), start.epochs)
             self._find_generators()
             (open_source or self.open_fetcher)(dataset)
@@ -261,18 +266,22 @@ class BatchMaker:
         known = {path: (check, epoch.epoch - first) for path, (check, first) in keys if path not in self._reseeded}
         self.seeder = Seeder(epoch.key, OwnGenerators(by_path, known, epoch.key))
         # In the trainer's process each batch, or block, gives them back.
-        self._own_states = states_of(by_path.values()) if self._host.is_remote else []
+        self._own_states = states_of(by_path.values()) if self.host.is_remote else []
         if isinstance(self.switch, GeneratorSwitch):
             self.switch.begin_run(self.seeder)
         elif self.spec.seeds_overlapping:
             self.switch = GeneratorSwitch(self.seeder, warns=not self._id)  # one warning is enough
         elif self.spec.shares_generators and not (self._id or isinstance(self.switch, DrawWatch)):
-            self.switch = DrawWatch(is_alone=self._host.is_remote)
+            self.switch = DrawWatch(is_alone=self.host.is_remote)
 
     @property
     def _seeds(self) -> bool:
         """Whether each batch is seeded here, or each of its samples; otherwise blocks are at most."""
         return self.spec.seeds_each_batch or self.spec.seeds_each_sample
+
+    def pause_with(self, pause: Callable[[], object]) -> None:
+        """Have this called after each sample that `make` gets."""
+        self._fetch.pause_with(pause)
 
     def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
         """Make what `make` gets samples from; of this iterator, if there is one already."""
@@ -307,7 +316,7 @@ class BatchMaker:
         try:
             data, error = self.make(ticket, keys), None
         except BaseException as raised:
-            if self._host.ends(raised):
+            if self.host.ends(raised):
                 raise
             data, error = None, raised
         try:
@@ -328,15 +337,18 @@ class BatchMaker:
             NoGoodSample: if every sample of the batch has raised, and they are tolerated.
             BaseException: whatever a sample or their collation raises; `blame` says which sample it is about.
         """
-        self.count, self.fetched_at, self.bad, self.snapshot, self.blame = 0, 0.0, (), None, None
-        spec, fetch, keeper, samples = self.spec, self._fetch, self.keeper, None
-        here, keys = self._context(self.seeder, number, keys)
+        fetch, keeper, samples = self._fetch, self.keeper, None
+        self.bad = ()
+        if self._is_plain:
+            here = SampleContext(self.seeder, number)
+        else:
+            here, keys = self._context(self.seeder, number, keys)
         outside = sample_context.current.set(here)
         try:
             if keeper is not None and (gap := keeper.gap()):
                 with self._aside():
-                    self._leave_out(gap, number, keys)
-            samples = fetch(keys)
+                    here = self._leave_out(gap, number, keys)
+            samples = fetch(keys, here)
             if keeper is not None:
                 self.snapshot = keeper.take(ended=fetch.ended)
             self.fetched_at = perf_counter()
@@ -344,16 +356,19 @@ class BatchMaker:
                 here.position = COLLATION
             if fetch.errors:
                 self.bad = self._bad(fetch.errors, keys)
-                samples = mend(samples, fetch.errors, leave_out=spec.on_error == "skip")
-            if not spec.auto_collation:
-                samples = samples[0]
-            self.count = len(samples) if spec.auto_collation and hasattr(samples, "__len__") else 1
-            return self._host.collate(spec.collate_fn, samples)
+                samples = mend(samples, fetch.errors, leave_out=self.spec.on_error == "skip")
+            if not self._is_batched:
+                samples, self.count = samples[0], 1
+            else:
+                self.count = len(samples) if hasattr(samples, "__len__") else 1
+            return self.collate(samples)
         except BaseException as error:
             fetch.errors.clear()  # of an interrupted batch, which may be made anew
-            if not self._host.ends(error):
-                is_fetched = self.fetched_at > 0.0
-                self.blame = self._odd(samples, self.bad) if is_fetched else _raised_at(here.position)
+            if samples is None:  # they are not there
+                self.count, self.fetched_at = 0, 0.0
+                self.snapshot = None
+            if not self.host.ends(error):
+                self.blame = _raised_at(here.position) if samples is None else self._odd(samples, self.bad)
             raise
         finally:
             sample_context.current.reset(outside)
@@ -379,13 +394,13 @@ class BatchMaker:
             sample_context.current.set(here)
             fetch_and_drop(self._fetch, keys)
 
-    def _leave_out(self, count: int, number: int, keys: Any) -> None:
-        """Read over the batches of a stream that come before this one, and were made already."""
+    def _leave_out(self, count: int, number: int, keys: Any) -> SampleContext:
+        """Read over the batches of a stream that come before this one, and were made already; return its context."""
         for _ in range(count):
             sample_context.enter(self.seeder, number)
             if not fetch_and_drop(self._fetch, keys):
                 break
-        sample_context.enter(self.seeder, number)  # the generator of a sample begins anew
+        return sample_context.enter(self.seeder, number)  # the generator of a sample begins anew
 
     # ------------------------------------------------------------------------------------ samples that are all here
 
@@ -426,12 +441,12 @@ class BatchMaker:
                 job.errors.clear()
                 return self.failed(job, fatal, _raised_at(job.fatal_at))
             samples = self._good_samples(job)
-            data = self._host.collate(self.spec.collate_fn, samples)
+            data = self.collate(samples)
             if may_await and hasattr(type(data), "__await__"):
                 return data
             return self.batch(job, data)
         except BaseException as error:
-            if self._host.ends(error):
+            if self.host.ends(error):
                 raise
             return self.failed(job, error, self._odd(samples, job.bad))
 
@@ -453,7 +468,7 @@ class BatchMaker:
         keys = None if spec.is_iterable else keys if spec.auto_collation else [keys]
         name = namer(spec.dataset, of_batches=False)
         return [
-            BadSample(None if keys is None else name(keys[at]), at, RemoteError.capture(error, self._host.where))
+            BadSample(None if keys is None else name(keys[at]), at, RemoteError.capture(error, self.host.where))
             for at, error in sorted(errors.items())
         ]
 
@@ -471,7 +486,7 @@ class BatchMaker:
             if self.spec.on_error == "skip":
                 return Outcome(Kind.LEFT_OUT, self._record(job), None, None, job.bad, job.snapshot)
             blame, error = _raised_at(error.position), error.first
-        captured = self._host.capture(error)
+        captured = self.host.capture(error)
         captured = replace(captured, blame=blame) if blame else captured
         return Outcome(Kind.FAILURE, self._record(job), None, captured, job.bad, job.snapshot)
 
@@ -497,27 +512,31 @@ class BatchMaker:
         if type(keys) is RemoteError:  # they did not come out of their pickle
             return Outcome(Kind.REFUSED, self._record(Job(ticket)), error=keys)
         assert self.failure is not None
-        return Outcome(Kind.FAILURE, self._record(Job(ticket)), error=self._host.capture(another(self.failure)))
+        return Outcome(Kind.FAILURE, self._record(Job(ticket)), error=self.host.capture(another(self.failure)))
 
     def exhausted(self, ticket: int) -> Outcome:
         """Return what becomes of a ticket after the end of the data."""
         return self._exhausted(Job(ticket))
 
     def _exhausted(self, job: Job) -> Outcome:
-        # The state that the next run begins with, if the dataset is here then.
-        snapshot = self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
-        return Outcome(Kind.EXHAUSTED, self._record(job), snapshot=snapshot)
+        return Outcome(Kind.EXHAUSTED, self._record(job), snapshot=self.last_snapshot())
+
+    def last_snapshot(self) -> Any:
+        """Return the state that the next run begins with, after the end of a stream, if the dataset is here then."""
+        return self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
+
+    def stalled_s(self, now: float) -> float:
+        """Return how long the calling thread got no core since this was asked last."""
+        self.stalls_due_at = now + _STALLS_EVERY_S
+        before, self._stalled_s = self._stalled_s, stalled_s()
+        return self._stalled_s - before
 
     def _record(self, job: Job) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""
         now = perf_counter()
         began, fetched = job.began, job.fetched or now
         cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
-        stalled = 0.0
-        if now >= self._stalls_due_at:
-            self._stalls_due_at = now + _STALLS_EVERY_S
-            before, self._stalled_s = self._stalled_s, stalled_s()
-            stalled = self._stalled_s - before
+        stalled = self.stalled_s(now) if now >= self.stalls_due_at else 0.0
         fields = (
             job.ticket,
             self._epoch.number,

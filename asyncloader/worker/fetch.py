@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
+from itertools import repeat
+from operator import getitem
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,6 +41,7 @@ class MapFetcher:
     """
 
     ended = False
+    _pause: Callable[[], object] | None = None
 
     def __init__(self, dataset: Any, spec: WorkerSpec, run: RunCoroutine) -> None:
         self._dataset = dataset
@@ -46,47 +49,60 @@ class MapFetcher:
         self._run = run
         self._tolerates = spec.tolerates
         self._whole = WholeBatches(dataset, spec)
+        self._is_plain = self._auto_collation and not (self._tolerates or self._whole.is_in_memory)
         self.errors: dict[int, Exception] = {}
 
-    def __call__(self, keys: Any) -> Any:
+    def pause_with(self, pause: Callable[[], object]) -> None:
+        """Have this called after each sample."""
+        self._pause, self._is_plain = pause, False
+
+    def __call__(self, keys: Any, here: SampleContext) -> Any:
         """Return the list of samples, or a `Whole`; without automatic batching a list of the one sample."""
-        here = sample_context.here()
-        if not self._auto_collation:
-            return self._each([keys], here)
-        if self._whole.is_in_memory and (rows := self._whole.find(keys)) is not None:
-            return rows
+        dataset = self._dataset
+        if not self._is_plain:
+            if not self._auto_collation:
+                return self._each([keys], here)
+            if self._whole.is_in_memory and (rows := self._whole.find(keys)) is not None:
+                return rows
         if type(keys) is not list:
             keys = listed(keys)
-        if getattr(self._dataset, "__getitems__", None) and not self._whole.by_sample:
+        if getattr(dataset, "__getitems__", None) and not self._whole.by_sample:
             try:
-                return self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
+                return self._whole.ready(_settled(dataset.__getitems__(keys), self._run), keys)
             except Exception:  # one by one, to find out which are good
-                if not (self._tolerates and has_samples(self._dataset)):
+                if not (self._tolerates and has_samples(dataset)):
                     raise
-        return self._each(keys, here)
+        if not self._is_plain or here.first is not None:
+            return self._each(keys, here)
+        samples = [*map(getitem, repeat(dataset), here.reading(keys))]
+        if len(samples) < len(keys):  # StopIteration of a sample's own ends a `map`, and is asked for once more
+            here.position = len(samples)
+            self._one(keys[here.position])
+            raise RuntimeError("The dataset raised StopIteration, and once more it did not.")
+        here.position = sample_context.BATCH
+        return samples if _NEVER_AWAITED.issuperset(map(type, samples)) else _settled(samples, self._run)
 
     def _each(self, keys: Any, here: SampleContext) -> list[Any]:
         """Return the samples, asked for one by one."""
-        dataset = self._dataset
         if self._tolerates:
-            samples = [self._try(key) for here.position, key in enumerate(keys)]
-        elif here.first is not None:  # what turns out to be awaitable draws as well, when it is awaited
+            samples = [self._try(key, here) for here.position, key in enumerate(keys)]
+        else:  # what turns out to be awaitable draws as well, when it is awaited
             samples = [self._one(key) for here.position, key in enumerate(keys)]
-        else:
-            samples = [dataset[key] for key in here.reading(keys)]
         if self._auto_collation:
             here.position = sample_context.BATCH
         return samples if self._tolerates else _settled(samples, self._run)
 
     def _one(self, key: Any) -> Any:
         sample = self._dataset[key]
+        if self._pause is not None:
+            self._pause()
         return self._run(settle(sample)) if hasattr(type(sample), "__await__") else sample
 
-    def _try(self, key: Any) -> Any:
+    def _try(self, key: Any, here: SampleContext) -> Any:
         try:
             return self._one(key)
         except Exception as error:
-            self.errors[sample_context.here().position] = error
+            self.errors[here.position] = error
 
 
 class IterableFetcher:
@@ -103,6 +119,8 @@ class IterableFetcher:
         is_unread: No sample was asked for yet.
     """
 
+    _pause: Callable[[], object] | None = None
+
     def __init__(self, dataset: Any, spec: WorkerSpec, run: RunCoroutine, iterator: Any = None) -> None:
         self.iterator = iter(dataset) if iterator is None else iterator
         self.ended = False
@@ -111,17 +129,23 @@ class IterableFetcher:
         self._spec = spec
         self._run = run
 
-    def __call__(self, keys: Any) -> Any:
+    def pause_with(self, pause: Callable[[], object]) -> None:
+        """Have this called after each sample."""
+        self._pause = pause
+
+    def __call__(self, keys: Any, here: SampleContext) -> Any:
         """Return as many samples as there are keys, or what is left; without automatic batching the next one."""
         if self.ended:
             raise EndOfData
         self.is_unread = False
-        here, samples, spec = sample_context.here(), list[Any](), self._spec
+        samples, spec = list[Any](), self._spec
         auto_collation, tolerates = spec.auto_collation, spec.tolerates
         for here.position, _ in enumerate(keys if auto_collation else (None,)):
             try:
                 sample = next(self.iterator)
                 samples.append(_settled([sample], self._run)[0] if tolerates else sample)
+                if self._pause is not None:
+                    self._pause()
             except StopIteration:
                 self.ended = True
                 break
@@ -181,7 +205,7 @@ Fetcher: TypeAlias = MapFetcher | IterableFetcher
 def fetch_and_drop(fetch: Fetcher, keys: Any) -> bool:
     """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
     try:
-        fetch(keys)
+        fetch(keys, sample_context.here())
     except EndOfData:
         return False
     except Exception:  # it was raised in its time

@@ -14,6 +14,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
@@ -185,8 +186,11 @@ class ProcessTransport(WorkerTransport):
         """Make of an exception what crosses the channel."""
         return RemoteError.capture(error, self.where)
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-        """Make a batch, straight into slabs where torch's default does it."""
+    def collator(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return what makes a batch, straight into slabs where torch's default does it."""
+        return partial(self._collate, collate_fn)
+
+    def _collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         with self._encoder:
             return samples.batch(self._stacker.rows) if isinstance(samples, Whole) else collate_fn(samples)
 

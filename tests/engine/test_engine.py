@@ -122,7 +122,7 @@ class Driven:
         """Return what a consumer finds; None if nothing is ready."""
         if not (ready := self.engine.run.handoff.ready):
             return None
-        batch, error = ready.popleft().open()
+        batch, error = (outcome := ready.popleft().outcome).data, outcome.error
         return batch if error is None else error
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from asyncloader import DataLoader
 from asyncloader.engine.actions import VOID, Ticket
 from asyncloader.engine.error_limit import ErrorLimit
-from asyncloader.engine.progress import Call, Progress
+from asyncloader.engine.item import Item
+from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.taking import Item
 from asyncloader.messages.failure import BadSample, RemoteError
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.outcome import Outcome
@@ -68,19 +68,19 @@ class Driver:
 
     def take(self) -> Item | None:
         """A consumer takes what there is, and has it."""
-        call = Call()
-        item = self.run.take(call)
-        call.item = None
+        if (item := self.run.first()) is not None:
+            self.run.read_for(item)
+            self.run.note(item, 0.0, 0.0)
+            self.run.count(item)
         return item
 
     def get(self) -> Any:
         """A consumer is given a batch, or what is raised in its place."""
         item = self.take()
         assert item is not None
-        batch, error = item.open()
-        if error is not None:
-            raise error
-        return batch
+        if item.outcome.error is not None:
+            raise item.outcome.error
+        return item.outcome.data
 
     def settle(self) -> None:
         """Carry out what the scheduler decided."""
@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_has_the_numbers_behind_those_before() -> None:
     driver.answer(6)
     item = driver.take()
     assert item is not None
-    assert (item.open(), item.batch) == (("b", None), 6)
+    assert (item.outcome.data, item.batch) == ("b", 6)
     assert driver.run.progress.now.position == 7
 
 
@@ -141,7 +141,7 @@ def test_every_batch_comes_once_and_in_order(count: int, left_out: set[int], cho
             driver.turn()
         elif choice == 1:
             if (item := driver.take()) is not None:
-                seen.append(item.open()[0])
+                seen.append(item.outcome.data)
         elif choice == 2:
             try:
                 run.read_on()
@@ -201,10 +201,8 @@ def test_an_interrupt_in_the_sampler_loses_no_batch() -> None:
 
     driver = begun(plan())
     driver.answer(0)
-    call = Call()
     with pytest.raises(KeyboardInterrupt):
-        driver.run.take(call)
-    call.is_interrupted = True
+        driver.take()
     assert driver.run.progress.now.position == 0
     assert driver.get() == 0
     assert driver.run.progress.now.position == 1
@@ -260,7 +258,7 @@ def test_closing_drops_what_is_ready_and_wakes_who_waits() -> None:
     woken: list[bool] = []
     thread = threading.Thread(target=lambda: woken.append(run.handoff.wait(run.has_news, None)))
     thread.start()
-    wait_until(lambda: run.handoff.waiting == 1)
+    wait_until(lambda: run.handoff.is_awaited)
     run.close()
     thread.join(10.0)
     assert woken == [True]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncloader.engine.progress import Given, Progress
+from asyncloader.engine.progress import Progress
 
 
 def give(progress: Progress, batch: int, **more: Any) -> None:
     """Have a consumer been given the batch of this number."""
-    place = progress.now.after(Given(batch, **more), is_ahead=not progress.in_order)
-    progress.counted = place, ()
-    progress.forget(place.position)
+    progress.now = progress.now.after(batch, **more, in_order=progress.in_order)

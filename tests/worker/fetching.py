@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncloader.messages.messages import WorkerSpec
+from asyncloader.seeding.sample_context import here
 from asyncloader.worker.fetch import make_fetcher
 
 _SPEC = WorkerSpec(None, False, True, None, False, None, 1, 0, False)
@@ -18,7 +19,7 @@ def fetching(dataset: Any, **options: Any) -> Callable[[Any], Any]:
     fetch = make_fetcher(dataset, spec)
 
     def samples(keys: Any) -> Any:
-        found = fetch(keys)
+        found = fetch(keys, here())
         return found if spec.auto_collation else found[0]
 
     return samples

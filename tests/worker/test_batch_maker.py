@@ -57,8 +57,8 @@ class Here:
     def capture(self, error: BaseException) -> Any:
         return LocalError(error, self.where)
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Any = ()) -> Any:
-        return collate_fn(samples)
+    def collator(self, collate_fn: Callable[[Any], Any]) -> Any:
+        return collate_fn
 
 
 class Plain:

@@ -10,7 +10,6 @@ property        what happens                                                    
 disturbed       workers die, hang, are killed; samples raise; consumers leave   batches and errors as without
 resumed         states are taken and loaded, in place and by new loaders        this epoch and all later ones as torch
                                                                                 draws them, and the random numbers
-interrupted     handlers of signals raise, at any bytecode and any time         no batch is lost or comes twice
 mismatched      a state of one configuration is loaded by another               the promised rest, or StateMismatchError
 broken          a callback of the engine raises                                 an error or all batches; no hang; the
                                                                                 next epoch works

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncloader import DataLoader
-from tests.faults.chaos import broken, delayed, disturbed, edges, interrupted, mismatched, resumed, trained
+from tests.faults.chaos import broken, delayed, disturbed, edges, mismatched, resumed, trained
 
 HANG_S = 120.0  # a worker that is stopped while it opens the dataset is given 60 s
 
@@ -39,7 +39,6 @@ class Plan(Protocol):
 PROPERTIES: dict[str, type[Any]] = {
     "disturbed": disturbed.Plan,
     "resumed": resumed.Plan,
-    "interrupted": interrupted.Plan,
     "mismatched": mismatched.Plan,
     "broken": broken.Plan,
     "delayed": delayed.Plan,
