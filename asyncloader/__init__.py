@@ -11,7 +11,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncloader.engine.portal import shutdown
     from asyncloader.errors import (
         AsyncLoaderError,
         BatchTimeoutError,
@@ -77,7 +76,6 @@ __all__ = [
     "WorkerError",
     "sample_rng",
     "sample_seed",
-    "shutdown",
     "to_device",
 ]
 
@@ -86,6 +84,5 @@ _MODULES = {
     "LoaderStats": "observe.stats",
     "sample_rng": "seeding.sample_context",
     "sample_seed": "seeding.turns",
-    "shutdown": "engine.portal",
     "to_device": "wrap.device_iterator",
 }

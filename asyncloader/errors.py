@@ -315,7 +315,7 @@ def exiting() -> LoaderClosedError:
 def on_the_loop() -> ConfigurationError:
     """Say why a loader cannot be waited for where it would have to do the work."""
     return ConfigurationError(
-        "a loader cannot be waited for by `for`, next(), close() or shutdown() on the event loop of the background "
+        "a loader cannot be waited for by `for`, next() or close() on the event loop of the background "
         "thread, where the code of an async dataset runs with num_workers=0: that loop serves all loaders. Use "
         "`async for` there, or iterate inside asyncio.to_thread, or give the outer loader workers."
     )

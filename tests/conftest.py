@@ -158,13 +158,6 @@ def _bring_to_life(loader_class: type[torch.utils.data.DataLoader[Any]]) -> None
     asyncio.run_coroutine_threadsafe(listen(), get_portal().loop).result(10)
 
 
-@pytest.fixture
-def another_thread() -> Iterator[None]:
-    """For tests that shut the background thread down: later ones find it there, as ever."""
-    yield
-    _bring_to_life(pytest.importorskip("asyncloader").DataLoader)
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, process_wide_singletons: None) -> Iterator[None]:
     """Fail a test after which there are more children, threads, descriptors or segments than before it."""

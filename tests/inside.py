@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.seeding import turns
+from tests.patience import wait_until
 
 if TYPE_CHECKING:
     from asyncloader.engine.engine import Engine
@@ -49,6 +50,13 @@ def engine(iterator: Any) -> Engine:
     """Return the engine of an iterator with workers: one pool of workers, run after run."""
     found: Engine = iterator._engine
     return found
+
+
+def until_engines_end() -> None:
+    """Wait until the engines of all iterators that were dropped or closed have ended."""
+    from asyncloader.engine.portal import get_portal
+
+    wait_until(lambda: not get_portal().sessions)
 
 
 def run(iterator: Any) -> Any:

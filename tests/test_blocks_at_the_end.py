@@ -18,18 +18,16 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-import asyncloader
 from asyncloader import DataLoader, sample_seed
 from asyncloader.errors import LoaderClosedError
 from asyncloader.seeding import generators, turns
 from asyncloader.seeding.generators import GLOBAL, state_of
+from tests import inside
 
 LENGTH = 12
 
 pytestmark = [
     pytest.mark.on_threads,
-    pytest.mark.leaks("the background thread is another one than before"),
-    pytest.mark.usefixtures("another_thread"),
 ]
 
 
@@ -108,7 +106,7 @@ def seeds_after(data: Blocks) -> Iterator[None]:
     expected = random.getstate(), torch.initial_seed()
     begun = len(data.begun)
     data.seeded.set()
-    asyncloader.shutdown()  # what has been dropped has ended
+    inside.until_engines_end()  # what has been dropped has ended
     assert (random.getstate(), torch.initial_seed()) == expected
     assert len(data.begun) == begun
 
@@ -195,7 +193,7 @@ def test_no_block_of_the_last_run_begins_in_the_next_one_of_persistent_workers()
     data.seeded.set()
     assert [index for batch in iterator for index in batch.tolist()] == list(range(LENGTH))
     loader.close()
-    asyncloader.shutdown()
+    inside.until_engines_end()
     assert refused  # the first sample; that of the next batch as well if the worker has not heard of the next run yet
     assert data.begun == list(range(LENGTH))
 
@@ -244,7 +242,7 @@ def test_a_block_may_drop_its_own_run() -> None:
     held.append(iter(DataLoader(data, 2, seeding="sample", num_workers=1, worker_backend="thread")))
     is_held.set()
     assert data.seeded.wait(30)
-    asyncloader.shutdown()
+    inside.until_engines_end()
 
 
 def test_a_block_that_lasts_does_not_hold_up_a_drop_for_ever(
@@ -263,7 +261,7 @@ def test_a_block_that_lasts_does_not_hold_up_a_drop_for_ever(
     del iterator
     assert "A sample_seed() block has had the global random generators" in caplog.text
     data.seeded.set()
-    asyncloader.shutdown()
+    inside.until_engines_end()
 
 
 class PreemptedError(Exception):
@@ -301,4 +299,4 @@ def test_a_signal_during_the_wait_is_handled_after_it(monkeypatch: pytest.Monkey
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert handled == [signal.SIGUSR1]
-    asyncloader.shutdown()
+    inside.until_engines_end()

@@ -29,7 +29,6 @@ def test_public_names() -> None:
         "WorkerError",
         "sample_rng",
         "sample_seed",
-        "shutdown",
         "to_device",
     ]
     assert all(hasattr(asyncloader, name) for name in asyncloader.__all__)

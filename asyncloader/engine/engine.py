@@ -178,11 +178,6 @@ class Engine:
             with contextlib.suppress(LoaderClosedError):
                 self.post(self._close, END_GRACE_S)
 
-    @property
-    def is_ending(self) -> bool:
-        """Whether it has begun to close."""
-        return self.state is State.CLOSING
-
     def wait_closed(self, timeout_s: float) -> bool:
         """Wait until nothing is left. Not on the loop thread."""
         deadline = time.monotonic() + timeout_s
@@ -225,8 +220,6 @@ class Engine:
         try:
             if self.portal.is_closing:
                 raise exiting()
-            if self.portal.has_ended:
-                raise LoaderClosedError("asyncloader.shutdown() was called")
             self.pool.listener = self
             self.portal.sessions.add(self)  # until the pool tells of its end
             self._loop.on_error = self._on_error

@@ -34,10 +34,9 @@ from asyncloader.backends.processes.launching import try_descriptors
 from asyncloader.backends.processes.process import kill_all
 from asyncloader.engine import exits
 from asyncloader.engine.answer import Answer
-from asyncloader.errors import ConfigurationError, LoaderClosedError, could_not_start, exiting, on_the_loop
+from asyncloader.errors import LoaderClosedError, could_not_start, exiting, on_the_loop
 from asyncloader.seeding.sample_context import tell_tasks_apart
 from asyncloader.signals import HandlersWait
-from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.loops import run_forever
 
 T = TypeVar("T")
@@ -50,10 +49,6 @@ _DESCRIPTORS = 12
 
 class Closeable(Protocol):
     """A user of the portal, which must end with it."""
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether it has begun to close."""
 
     def close_soon(self, grace_s: float) -> None:
         """Begin to close: kill what is left after ``grace_s`` seconds. On the loop thread."""
@@ -72,7 +67,6 @@ class Portal:
         self.sessions: set[Closeable] = set()  # touched by the loop thread only
         self.is_closing = False  # written by the loop thread
         self.is_closed = False
-        self.has_ended = False  # by `shutdown`; written by the loop thread
         self._unanswered: dict[Future[Any], Coroutine[Any, Any, Any] | None] = {}  # that somebody may wait for
         self._thread = threads.start(self._run, "asyncloader")
         # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:
@@ -107,7 +101,7 @@ class Portal:
     def _give_up(self) -> None:
         for future, coroutine in threads.copied(self._unanswered.items()):
             with contextlib.suppress(InvalidStateError):
-                future.set_exception(self._over())
+                future.set_exception(exiting())
             if coroutine is not None:
                 coroutine.close()
 
@@ -115,15 +109,12 @@ class Portal:
         """Run the function on the loop soon. Takes no lock, so finalizers may call it.
 
         Raises:
-            LoaderClosedError: if the interpreter is exiting and the loop has ended, or it was shut down.
+            LoaderClosedError: if the interpreter is exiting and the loop has ended.
         """
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:
-            raise self._over() from error
-
-    def _over(self) -> LoaderClosedError:
-        return exiting() if self.is_closing else LoaderClosedError("asyncloader.shutdown() was called")
+            raise exiting() from error
 
     def call(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Run the function on the loop and give its result. Not for finalizers."""
@@ -211,47 +202,6 @@ class Portal:
         if self._thread.is_alive():
             kill_all()
 
-    def end_if_idle(self) -> str:
-        """End the loop and its thread, unless something lives here that is not about to end; return what that is.
-
-        Raises:
-            ConfigurationError: if the loop does not answer.
-        """
-        deadline = time.monotonic() + exits.EXIT_GRACE_S + 1.0
-        for session in self._ask(self._ending_sessions):
-            session.wait_closed(max(0.0, deadline - time.monotonic()))
-        if users := self._ask(self._end_if_idle):
-            return users
-        self.is_closed = True
-        self._finalize.cancel()
-        self._thread.join()
-        return ""
-
-    def _ask(self, function: Callable[[], T]) -> T:
-        """Run the function on the loop, soon or not at all."""
-        answer = self.call(function)
-        try:
-            return answer.result(exits.EXIT_GRACE_S)
-        except TimeoutError:
-            if not answer.cancel():
-                return answer.result()
-            raise ConfigurationError(
-                f"something blocks the event loop of the background thread, which is at:\n{self.where()}"
-            ) from None
-
-    def _ending_sessions(self) -> list[Closeable]:
-        return [session for session in self.sessions if session.is_ending]
-
-    def _end_if_idle(self) -> str:
-        if self.sessions:
-            return f"{len(self.sessions)} iterators of loaders are alive"
-        if any(self._unanswered.values()):
-            return "a dataset is being awaited"
-        slab_pool().leave_loop()
-        self.has_ended = True
-        self.loop.stop()
-        return ""
-
     def stop_daemon(self) -> None:
         """Do not return to a daemon thread, before something is raised because the interpreter is exiting."""
         if self.is_closing:
@@ -327,33 +277,10 @@ def get_portal() -> Portal:
     if _portal is None and exits.is_exiting:
         exits.stop_daemon()
     with _making:
-        if _portal is None or _portal.has_ended or (_portal.is_closed and not exits.is_exiting):
+        if _portal is None or (_portal.is_closed and not exits.is_exiting):
             with HandlersWait():  # Ctrl-C must not meet a portal that is half made
                 _portal = Portal()
         return _portal
-
-
-def shutdown() -> None:
-    """End the background thread of this process, which all loaders share, and give back memory that is free.
-
-    The thread starts with the first loader that needs it, and stays for the next one, which costs nothing: nobody has
-    to call this function. Programs that count their threads, or fork without other threads, may. A loader that needs
-    the thread afterwards starts another one.
-
-    Raises:
-        ConfigurationError: if it is needed: an iterator is not at its end, or has persistent workers. Close iterators
-            first. And if it is called in code that runs on that very thread, or something blocks that.
-    """
-    global _portal
-    refuse_to_block_the_loop()
-    portal = _portal
-    if portal is None or portal.has_ended or exits.is_exiting:
-        return
-    if users := portal.end_if_idle():  # loaders begin meanwhile: no lock is held
-        raise ConfigurationError(f"{users}: close them (loader.close(), iterator.close()) before shutdown()")
-    with _making:
-        if _portal is portal:
-            _portal = None
 
 
 def refuse_to_block_the_loop() -> None:

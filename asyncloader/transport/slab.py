@@ -130,14 +130,6 @@ class SlabPool:
             for fork in tuple(self._forked):
                 self._watch(fork)
 
-    def leave_loop(self) -> None:
-        """Give back what nobody needs, and do without a loop. On the loop thread, when there is no worker."""
-        self.trim()
-        if self._loop is not None:
-            for fork in self._forked:
-                self._loop.remove_reader(fork.reading)
-        self._loop, self._trim_planned = None, False
-
     def close(self) -> None:
         """Unmap the arena, for pools of their own in tests: there must be no lease and no worker."""
         self.trim()

@@ -104,10 +104,10 @@ def test_a_call_after_the_last_turn_of_the_loop_is_told_that_it_is_over(monkeypa
 
     monkeypatch.setattr("asyncloader.engine.portal.run_forever", run_forever)
     portal = Portal()
-    assert not portal.end_if_idle()
+    portal.close()
     in_time, too_late = late
     assert in_time.result(5) == os.getpid()
-    with pytest.raises(LoaderClosedError, match="shutdown"):
+    with pytest.raises(LoaderClosedError, match="exiting"):
         too_late.result(5)
 
 
@@ -121,12 +121,12 @@ def test_a_coroutine_that_a_loop_is_given_as_it_ends_is_told_that_it_is_over(mon
 
     monkeypatch.setattr("asyncloader.engine.portal.run_forever", run_forever)
     portal = Portal()
-    assert not portal.end_if_idle()
+    portal.close()
     assert len(late) == 2
     for each in late:
-        with pytest.raises(LoaderClosedError, match="shutdown"):
+        with pytest.raises(LoaderClosedError, match="exiting"):
             each.result(5)
-    with pytest.raises(LoaderClosedError, match="shutdown"):
+    with pytest.raises(LoaderClosedError, match="exiting"):
         portal.run(asyncio.sleep(0))
 
 
@@ -210,7 +210,7 @@ def test_with_and_without_uvloop(run: Callable[..., Program], name: str, absent:
 
 LEAVES_A_TASK = """
 import asyncio
-from asyncloader import DataLoader{import_shutdown}
+from asyncloader import DataLoader
 
 class Leaving:
     def __len__(self):
@@ -229,18 +229,10 @@ class Leaving:
             print("cancelled")
 
 print([len(batch) for batch in DataLoader(Leaving(), 4)])
-{end}
 """
 
 
-@pytest.mark.parametrize("is_shut_down", [False, True])
-def test_tasks_that_a_dataset_leaves_behind_are_cancelled_at_the_end(
-    run: Callable[..., Program], is_shut_down: bool
-) -> None:
+def test_tasks_that_a_dataset_leaves_behind_are_cancelled_at_the_end(run: Callable[..., Program]) -> None:
     """They end as `asyncio.run` would have them end; nothing is destroyed while it is pending."""
-    words = {"import_shutdown": ", shutdown" * is_shut_down, "end": "shutdown()" * is_shut_down}
-    program = LEAVES_A_TASK
-    for name, text in words.items():
-        program = program.replace("{" + name + "}", text)
-    done = run(program)
+    done = run(LEAVES_A_TASK)
     assert (done.out.split("\n"), done.err) == (["[4, 4]", *["cancelled"] * 3, ""], "")

@@ -469,32 +469,6 @@ def test_the_loop_hears_of_a_lease_that_ends_while_nobody_uses_slabs(pool: SlabP
     loop.call_soon_threadsafe.assert_called_once_with(pool.plan_trim)
 
 
-def test_without_a_loop_what_is_free_is_given_back_and_the_next_loop_does_the_rest(pool: SlabPool) -> None:
-    """Batches that are kept, and a fork that may look at them, outlive the loop."""
-    first, second = Mock(), Mock()
-    first.call_soon_threadsafe = second.call_soon_threadsafe = lambda call, *args: call(*args)
-    pool.live_on(first)
-    with worker(pool, large) as made:
-        kept = [made.get(0), made.get(1)]
-    pool.before_fork()
-    child = forked(lambda: None)
-    pool.after_fork()
-    pool.leave_loop()
-    (watched,) = first.add_reader.call_args_list
-    first.remove_reader.assert_called_once_with(watched.args[0])
-    leased = pool.leased_bytes
-    assert pool.reserved_bytes == leased > 0
-    kept.clear()  # nobody to tell
-    pool.live_on(second)
-    assert second.add_reader.call_args_list == [watched]
-    assert child.wait() == 0
-    _, ended, fork = watched.args
-    ended(fork)
-    second.remove_reader.assert_called_once_with(watched.args[0])
-    pool.trim()
-    assert (pool.reserved_bytes, pool.leased_bytes) == (0, 0)
-
-
 # --------------------------------------------------------------------------------------------------------- forks
 @pytest.fixture
 def process_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabPool]:
