@@ -143,14 +143,10 @@ def sizes(items: Any) -> Any:
     return items._sizes
 
 
-def client(dataset: Any) -> Any:
-    """Return what an open dataset reads by."""
-    return dataset._client
-
-
-def sessions(source: Any) -> list[Any]:
-    """Return the sessions of a source over HTTP: for the origins that are asked, and for others."""
-    return [source._session, source._to_others()]
+def waiting(keys: Any) -> int:
+    """Return how many items of a stream wait to be taken."""
+    count: int = keys._items._queue.qsize()
+    return count
 
 
 def spans(dataset: Any) -> Any:

@@ -17,7 +17,10 @@ class FetchError(AsyncLoaderError, OSError):
 
 def too_large(what: str, max_bytes: int) -> FetchError:
     """Return the error for a sample that has more bytes than it may have."""
-    return FetchError(f"{what}: larger than {max_bytes:,} bytes, which the dataset allows (max_bytes)")
+    return FetchError(
+        f"{what}: larger than {max_bytes:,} bytes, which is the most that a sample may have. If that is right, give "
+        "the dataset a larger max_bytes"
+    )
 
 
 def require(module: str, extra: str, user: str) -> ModuleType:

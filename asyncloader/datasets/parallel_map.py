@@ -179,21 +179,20 @@ class StreamSampler(Sampler[StreamItem]):
 
     def _begin(self, items: Items) -> None:
         """Start to read for an iterator, which is the newest one; the next one begins at the beginning."""
-        if items is self._items:
-            return
-        stream, place = self._dataset.stream, self._next
-        if self._was_read and gives_once(stream):
-            raise ConfigurationError(
-                f"the stream is a {type(stream).__name__}, which gives its items once, and was read: give ParallelMap "
-                "the function that makes it"
-            )
-        if self._is_told and hears(stream):
-            stream.set_epoch(self.epoch)
-        if place.number > place.given:
-            log.info("The stream is read again: %d of its items are left out.", place.number - place.given)
-        items.go_to(place)
-        items.start(stream, self._dataset._readings)
-        self._items, self._next, self._was_read = items, Place(), True
+        dataset, place = self._dataset, self._next
+        if items is not self._items:
+            if self._was_read and gives_once(dataset.stream):
+                raise ConfigurationError(
+                    f"the stream is a {type(dataset.stream).__name__}, which gives its items once, and was read: give "
+                    "ParallelMap the function that makes it"
+                )
+            if self._is_told and hears(dataset.stream):
+                dataset.stream.set_epoch(self.epoch)
+            if place.number > place.given:
+                log.info("The stream is read again: %d of its items are left out.", place.number - place.given)
+            items.go_to(place)
+            self._items, self._next, self._was_read = items, Place(), True
+        items.start(dataset.stream, dataset._readings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the newest iterator was read, which reads ahead of what a loader yields."""

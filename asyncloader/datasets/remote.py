@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from asyncloader.checks import at_least
 from asyncloader.datasets.apart import run_apart
 from asyncloader.datasets.decoding import Decoder
-from asyncloader.datasets.errors import MAX_BYTES, FetchError, require
+from asyncloader.datasets.errors import MAX_BYTES, require
 from asyncloader.datasets.source import Part, Source, failures_told
 from asyncloader.errors import ConfigurationError
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 T_co = TypeVar("T_co", covariant=True)
-
-MOST_URLS = 10_000_000
 
 
 class RemoteDataset(Dataset[T_co]):
@@ -135,7 +133,7 @@ def list_urls(prefix: str, suffix: str | tuple[str, ...] = "", **store_options: 
 
     Raises:
         FileNotFoundError: There is none.
-        FetchError: The listing did not succeed, or there are more than ten million.
+        FetchError: The listing did not succeed.
     """
     require("obstore", "remote", "list_urls")
     return run_apart(_list, prefix.rstrip("/"), suffix, store_options)
@@ -146,12 +144,10 @@ def _list(prefix: str, suffix: str | tuple[str, ...], store_options: Mapping[str
     import obstore
     from obstore.store import from_url
 
-    urls: list[str] = []
     with failures_told(prefix):
-        for chunk in obstore.list(from_url(prefix, **store_options), chunk_size=1000):
-            urls += [f"{prefix}/{entry['path']}" for entry in chunk if entry["path"].endswith(suffix)]
-            if len(urls) > MOST_URLS:
-                raise FetchError(f"{prefix}: more than {MOST_URLS:,} objects: list those that are wanted yourself")
+        chunks = obstore.list(from_url(prefix, **store_options), chunk_size=1000)
+        names = [entry["path"] for chunk in chunks for entry in chunk]
+    urls = sorted(f"{prefix}/{name}" for name in names if name.endswith(suffix))
     if not urls:
         raise FileNotFoundError(errno.ENOENT, f"no object that ends with {suffix!r} is there", prefix)
-    return sorted(urls)
+    return urls

@@ -104,7 +104,7 @@ class Items:
         self.begin = place
         self.given = place.given
         self.next = self.first = place.number + self.rank
-        self._states = deque([(place.given, place.states)])
+        self._states: deque[tuple[int, bytes]] = deque()
 
     def start(self, stream: Any, readings: list[Items]) -> None:
         """Start the thread. Once more does no harm: an interrupt may come between the start and its note.
@@ -114,8 +114,9 @@ class Items:
             readings: What may still be read of the stream. It has one position, so those that nobody takes from any
                 more are waited for. A function returns another stream each time.
         """
-        self._before = list(readings) if is_stream(stream) else []
-        readings[:] = [*(each for each in readings if each.thread is None or each.thread.is_alive()), self]
+        before = [each for each in readings if each is not self and (each.thread is None or each.thread.is_alive())]
+        readings[:] = [*before, self]
+        self._before = before if is_stream(stream) else []
         threads.start(partial(_read, self, stream), "asyncloader stream", self.leave)
 
     # ------------------------------------------------------------------------------------------------ whoever takes
@@ -166,7 +167,8 @@ class Items:
     def place(self, taken: int | None = None) -> Place:
         """Return the place after so many items of this rank, as if all ranks had taken so many; by default, now."""
         number = self.next - self.rank if taken is None else self.begin.number + taken * self.num_replicas
-        return Place(number, *[state for state in tuple(self._states) if state[0] <= number][-1])
+        states = [state for state in tuple(self._states) if state[0] <= number]
+        return Place(number, *(states[-1] if states else (self.begin.given, self.begin.states)))
 
     # --------------------------------------------------------------------------------------------------- the thread
 
@@ -401,13 +403,13 @@ def _wake(items: Items, room: asyncio.Event, loop: asyncio.AbstractEventLoop, ta
 def _as_failure(error: BaseException, number: int) -> Exception:
     """Return an error of a stream as what is raised in place of the item of a number.
 
-    One that would end a worker or a task, as SystemExit does, becomes an error like any other, and so does one that
-    refuses a note.
+    One that would end a worker or a task, as SystemExit does, or be taken for the end of the stream, becomes an error
+    like any other, and so does one that refuses a note.
     """
     note = f"Raised by the stream in place of item {number}; it is not read on."
     with suppress(Exception):
         error.add_note(note)
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
             return error
     said = "".join(traceback.format_exception_only(error)).strip()
     return RuntimeError(f"{said}\n{note}")

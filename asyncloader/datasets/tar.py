@@ -109,7 +109,7 @@ def _members(file: Any, url: str) -> Iterator[tuple[tarfile.TarInfo, int, int]]:
             if file.read(_BLOCK).strip(b"\0"):
                 raise FetchError(f"{url}: damaged: no header at byte {archive.offset:,}")
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
-        raise FetchError(f"{url}: damaged, or no tar file that is not compressed: {error}") from error
+        raise FetchError(f"{url}: damaged, or no tar file, or a compressed one: {error}") from error
 
 
 def _kind_of(member: tarfile.TarInfo) -> str:

@@ -67,10 +67,10 @@ class TarShards(BlockDataset[T_co]):
         block_sizes: How many samples there are in each block: for a BlockShuffleSampler. An array of int64.
 
     Raises:
-        ConfigurationError: No shards or no samples were found, a shard is compressed, or an argument is invalid.
+        ConfigurationError: No shards or no samples were found, or an argument is invalid.
         FileNotFoundError: A shard is not there.
-        FetchError: A shard is damaged or cut off; it has a link, a sparse file, or a sample with two files of one
-            extension or that is too large; or it does not come.
+        FetchError: A shard is damaged, cut off or compressed; it has a link, a sparse file, or a sample with two files
+            of one extension or that is too large; or it does not come.
         ImportError: obstore, which urls need, is not installed (``asyncloader[remote]``).
 
     A sample raises :class:`FetchError` if its shard was changed since the dataset was made. Do not take ``"__key__"``
@@ -99,9 +99,6 @@ class TarShards(BlockDataset[T_co]):
         super().__init__(every, decode, cache_bytes, len, store, store_options)
         self.max_bytes = at_least("max_bytes", max_bytes, least=1)
         self.block_bytes = at_least("block_bytes", block_bytes, least=512)
-        for path in self.paths:
-            if path.endswith((".gz", ".tgz", ".zst")):
-                raise ConfigurationError(f"{path}: is compressed, and can be read from its beginning only")
         folder = _cache() if index is None else Path(index)
         self._versions, spans = self._asked(index_shards, folder, self.max_bytes)
         self._spans = np.concatenate(spans)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
-from asyncloader import ConfigurationError, DataLoader, StateMismatchError
+from asyncloader import ConfigurationError, DataLoader, StateMismatchError, threads
 from asyncloader.datasets import ParallelMap
 from asyncloader.datasets.stream_keys import Items, StreamKeys, size_of
 from tests import inside
@@ -166,6 +166,50 @@ def test_a_stream_with_a_state_is_not_read_again() -> None:
     assert batches(other)[0] == [number**2 for number in range(10)]
 
 
+def test_the_state_after_any_number_of_items() -> None:
+    """Also after fewer than were read ahead, whose states of the stream have gone meanwhile."""
+    sampler = ParallelMap(Counting(1000), square).make_sampler()
+    keys = iter(sampler)
+    for _ in range(900):
+        next(keys)
+    for taken in (0, 1, 500, 899, 900):
+        other = ParallelMap(Counting(1000), square).make_sampler()
+        other.load_state_dict(pickle.loads(pickle.dumps(sampler.state_after(taken))))
+        assert next(iter(other)) == (taken, taken)
+    assert sampler.state_dict()["number"] == 900
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+@pytest.mark.parametrize("make", [lambda: numbers, lambda: range(COUNT), lambda: iter(range(COUNT))])
+def test_a_start_that_is_interrupted_may_come_again(
+    make: Any, has_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the thread is there, or after: one thread reads, and each item comes once."""
+    keys, start = iter(ParallelMap(make(), square, max_items=3).make_sampler()), threads.start
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.undo()
+        if has_started:
+            start(*args)
+            wait_until(lambda: inside.waiting(keys) == 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threads, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(keys)
+    assert [number for number, _ in keys] == list(range(COUNT))
+
+
+def test_a_function_that_has_no_stream_is_an_error() -> None:
+    """And no end."""
+
+    def none() -> Any:
+        return next(iter([]))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(DataLoader(ParallelMap(none, square), 2))
+
+
 @given(
     count=st.integers(0, 40),
     before=st.tuples(st.integers(1, 3), st.integers(1, 4)),
@@ -269,6 +313,7 @@ def test_an_error_of_the_stream_comes_in_place_of_its_item(options: dict[str, An
         (Speechless, Speechless, None),
         (lambda: SystemExit(3), RuntimeError, "SystemExit: 3"),
         (KeyboardInterrupt, RuntimeError, "KeyboardInterrupt"),
+        (StopAsyncIteration, RuntimeError, "StopAsyncIteration"),
     ],
 )
 @pytest.mark.parametrize("begins", [True, False])
