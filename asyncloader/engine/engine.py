@@ -373,22 +373,25 @@ class Engine:
         """The outcome of a ticket has come, and began to be read at this time."""
         if self.state is not State.OPEN or self.error is not None:
             return
-        self._heard_at = arrived_at
-        self.recovery.reset()
-        if outcome.kind == Kind.EXHAUSTED:
+        kind = outcome.kind
+        if kind == Kind.EXHAUSTED:
             if isinstance(outcome.snapshot, Frozen):
                 self.run.ends[worker] = outcome.snapshot
             self.run.scheduler.exhausted(worker)
-        elif outcome.kind == Kind.REFUSED:
+        elif kind == Kind.REFUSED:
             self._refuse(worker, outcome.record.ticket, outcome.error.rebuild(None), "cannot be unpickled in")
         else:
             self._made(worker, outcome, arrived_at)
-        # What is left when the plan has ended is not worth a new process: the next run begins with that.
-        if self.workforce.has_grown(worker, outcome.record.private_bytes) and not self.run.plan_ended:
-            self._renew_grown()
-        if arrived_at >= self._due:
-            self._look_how_many(arrived_at)
-        self._settle_soon()
+        if self.workforce.most_in_hand is not None:
+            has_grown = self.workforce.has_grown(worker, outcome.record.private_bytes)
+            if has_grown and not self.run.plan_ended:  # what is left then is not worth a new process: the next run is
+                self._renew_grown()
+        if not self._is_settling:  # it is the first of this turn
+            self._heard_at = arrived_at
+            self.recovery.reset()
+            if arrived_at >= self._due:
+                self._look_how_many(arrived_at)
+            self._settle_soon()
 
     def _made(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """Take what a worker has made of a ticket."""
