@@ -33,8 +33,8 @@ from torch.utils.data import (
 from asyncloader.errors import StateMismatchError
 from asyncloader.protocols import probe
 
-_OPTIONS = ("batch_size", "drop_last", "shuffle", "seed", "initial_seed", "replacement", "num_samples")
-"""Of torch's samplers, and of Accelerate's, which is one of them."""
+_OPTIONS = ("batch_size", "drop_last", "shuffle", "seed", "replacement", "num_samples")
+"""Of torch's samplers."""
 _ROWS = ("indices", "weights", "cumulative_sizes")
 """Of torch's samplers and datasets: numbers of which a checksum is compared."""
 _TORCHS = (
@@ -54,19 +54,20 @@ RANKS = ("rank", "world_size")
 
 
 def of(thing: Any) -> dict[str, Any]:
-    """Return the identity of a sampler or a dataset, as plain data. For a class of the user's it is the name alone."""
+    """Return the identity of a sampler or a dataset, as plain data. Of a class of the user's it is the name alone.
+
+    A subclass of torch's is one: it may change its rows, or count up its seed, when it is iterated over.
+    """
     kind = {"kind": type(thing).__name__}
     if callable(own := probe(thing, "_state_identity")):
         return {**kind, **own()}
-    if not isinstance(thing, _TORCHS):
+    if type(thing) not in _TORCHS:
         return kind
     found = {name: getattr(thing, name, ...) for name in _OPTIONS}
     options = {name: plain(option) for name, option in found.items() if isinstance(option, (*SCALARS, np.generic))}
     if hasattr(thing, "generator"):  # without one, torch draws a seed first
         options["generator"] = thing.generator is not None
-    # A subclass with an __iter__ of its own may change its rows in there, so they differ during an epoch.
-    is_torchs = getattr(type(thing), "__iter__", Subset).__module__.startswith("torch.")
-    rows = {name: checksum(getattr(thing, name)) for name in _ROWS if is_torchs and hasattr(thing, name)}
+    rows = {name: checksum(getattr(thing, name)) for name in _ROWS if hasattr(thing, name)}
     return {**kind, **options, **rows}
 
 
@@ -88,7 +89,7 @@ def check(
     """See whether a state belongs to what it is loaded into.
 
     Args:
-        saved: The identity in the state. Names that an earlier version did not save are not compared.
+        saved: The identity in the state.
         now: The identity of the object that is to load the state.
         free: Names that may differ.
         advice: By name, the advice about a difference, in place of the general one.
@@ -97,17 +98,10 @@ def check(
         StateMismatchError: if it does not; it says what differs.
     """
     for name, here in now.items():
-        if name in saved and name not in free and not _is_same(saved[name], here):
+        if name not in free and (then := saved.get(name)) != here:
             kind = now.get("kind", "loader")
             general = f"Make the {saved.get('kind', kind)} as it was then, or begin without the state."
-            raise StateMismatchError(name, saved[name], here, (advice or {}).get(name, general))
-
-
-def _is_same(saved: Any, here: Any) -> bool:
-    """Whether two values are the same; of checksums, those that both have."""
-    if isinstance(saved, dict) and isinstance(here, dict):
-        return all(saved[name] == here[name] for name in saved.keys() & here.keys())
-    return bool(saved == here)
+            raise StateMismatchError(name, then, here, (advice or {}).get(name, general))
 
 
 def checksum(row: Sequence[Any] | NDArray[Any] | torch.Tensor) -> dict[str, int]:

@@ -337,3 +337,24 @@ def test_an_epoch_that_is_set_goes_before_the_state_of_the_one_that_has_ended(
     for epoch in (4, 5):
         other.set_epoch(epoch)
         assert samples(other) == in_epoch(epoch)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_that_is_set_between_iter_and_the_first_batch(num_workers: int) -> None:
+    """torch's samplers look at it when they are read: a state is of the epoch whose order was drawn."""
+
+    def make() -> DataLoader[int]:
+        data = cast(Any, range(24))
+        sampler = DistributedSampler(data, num_replicas=2, rank=0)
+        return DataLoader(data, batch_size=2, sampler=sampler, num_workers=num_workers)
+
+    loader = make()
+    iterator = iter(loader)
+    loader.set_epoch(5)
+    batches = [next(iterator).tolist() for _ in range(3)]
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == rest
+    assert len({sample for batch in batches + rest for sample in batch}) == 12

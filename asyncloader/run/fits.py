@@ -53,7 +53,7 @@ def check(state: LoaderState, options: Options) -> None:
         StateMismatchError: if it does not; it says what differs.
     """
     saved, here = dict(state.fits), describe(options)
-    _same("kind", saved["kind"], here["kind"])
+    _same("kind", saved.get("kind"), here["kind"])  # before all that follows from it
     if not options.is_iterable:  # of which there are more where this process reads the stream
         saved["generators"], here["generators"] = len(json.loads(state.at_iter)), len(order_generators(options))
     if (starts := state.starts) is not None and not state.is_between_runs:

@@ -149,12 +149,19 @@ class OrderDraw:
         rng: The generators.
         at_iter: Their states when the samplers were iterated over.
         warn: Says that the sampler draws on, once.
+        on_first_read: Called when the sampler is read for the first time: what it draws by is what it is now.
 
     Attributes:
         is_due: The sampler is read next for the first time, or once more up to where a resumed run begins.
     """
 
-    def __init__(self, rng: RNGSnapshot, at_iter: list[Any], warn: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        rng: RNGSnapshot,
+        at_iter: list[Any],
+        warn: Callable[[], object],
+        on_first_read: Callable[[], object] = bool,
+    ) -> None:
         self._rng = rng
         self._at_iter = at_iter
         self._at_next: list[Any] = []
@@ -163,6 +170,7 @@ class OrderDraw:
         self._put_back = self._set_by_sampler = [False] * len(rng)
         self.is_due = True
         self._warn = warn
+        self._on_first_read = on_first_read
         self._draws_on = self._has_states = False
         self._watched_until = 0.0
 
@@ -202,6 +210,7 @@ class OrderDraw:
             self._restore_at_next()
         else:
             self._at_next = here
+            self._on_first_read()
         self.is_due, self._is_reading = False, True
         try:
             yield

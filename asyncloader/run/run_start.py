@@ -102,7 +102,12 @@ def begin(
     loaded = rng.capture() if state is not None else at_iter  # a sampler's state may have set its own
     with Drawing():
         drawn = draw()
-    order = OrderDraw(rng, at_iter, partial(warn_of_draws, options.index_sampler, runs.warned))
+    epochs = runs.set_epochs.of_samplers(options.index_sampler)
+
+    def note_epochs() -> None:  # torch's samplers look at their epoch only then
+        epochs[:] = runs.set_epochs.of_samplers(options.index_sampler)
+
+    order = OrderDraw(rng, at_iter, partial(warn_of_draws, options.index_sampler, runs.warned), note_epochs)
     is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
     if state is not None:
         order.note_state()
@@ -124,7 +129,7 @@ def begin(
         epoch,
         generators,
         drawn.shared_seed,
-        sampler_epochs=runs.set_epochs.of_samplers(options.index_sampler),
+        sampler_epochs=epochs,
         dataset_epochs=runs.set_epochs.of_dataset(options.dataset),
         has_past=last is not None,
         num_workers=int(options.num_workers) if options.is_auto else None,
