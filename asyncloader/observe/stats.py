@@ -9,6 +9,7 @@ A snapshot is taken in 25 to 200 us; its quantiles, texts and the verdict are wo
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from dataclasses import dataclass, fields, is_dataclass
@@ -108,9 +109,10 @@ class LoaderStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, strings, lists and dicts, for JSON."""
-        derived = {name: getattr(self, name) for name in ("waited_share", "batches_per_s", "samples_per_s")}
-        derived["busy_share"] = self.workers.busy_share
-        return {**_plain(self), **derived, "verdict": _plain(self.verdict)}
+        derived = {name: getattr(self, name) for name in ("waited_share", "batches_per_s", "samples_per_s", "verdict")}
+        found = {**_fields(self), **derived, "busy_share": self.workers.busy_share}
+        plain: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
+        return plain
 
     def __str__(self) -> str:
         waiting, stages, workers = self.waiting, self.stages, self.workers
@@ -148,15 +150,14 @@ class LoaderStats:
         return "\n".join(lines)
 
 
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
 def _plain(value: Any) -> Any:
+    """Return what JSON is to say of something that it does not know: a record, or a key of the user's."""
     if isinstance(value, Timing):
         return value.as_dict()
     if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if hasattr(value, "_asdict"):
-        return value._asdict()
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, tuple | deque):
-        return list(map(_plain, value))
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+        return _fields(value)
+    return list(value) if isinstance(value, deque) else repr(value)

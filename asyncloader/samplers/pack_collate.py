@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+_NUMBERS = "biufc"
 IGNORED = -100
 """torch's `cross_entropy` leaves out targets of this value by default."""
 
@@ -103,55 +104,39 @@ def _sizes(rows: list[dict[str, NDArray[Any]]], block_size: int, too_long: str) 
 
 
 def _rows(sample: Any, whose: str) -> dict[str, NDArray[Any]]:
-    """Return a sample's rows as arrays, "input_ids" and "labels" among them."""
+    """Return a sample's rows as arrays, "input_ids" and "labels" among them.
+
+    Raises:
+        ValueError: Labels, or a row of numbers, are not as many as there are tokens; or tokens, or labels, are no row
+            of integers.
+    """
     held = sample if isinstance(sample, Mapping) else {"input_ids": sample}
-    tokens = np.asarray(held["input_ids"])
+    found = {name: _as_array(value) for name, value in held.items() if value is not None}
+    tokens = found["input_ids"]
     length = len(tokens) if tokens.ndim else 0
-    rows = {name: np.asarray(row) for name, row in held.items() if _is_row(row, name, length, whose)}
-    rows = {"labels": tokens, **rows, "input_ids": tokens}
+    rows = {"labels": tokens, "input_ids": tokens}
+    for name, row in found.items():
+        if row.ndim and len(row) == length:
+            rows[name] = row
+        elif name == "labels" or (row.ndim == 1 and row.size and row.dtype.kind in _NUMBERS):
+            raise ValueError(
+                f"{whose}: {name!r} has {len(row) if row.ndim else 'no'} items, but there are {length} input_ids: a "
+                "row has one item for each token. Leave other numbers out of the sample"
+            )
     for name in ("input_ids", "labels"):
         if rows[name].ndim != 1 or (length and rows[name].dtype.kind not in "biu"):
             raise ValueError(
                 f"{whose}: {name!r} should be one row of integers, but is {rows[name].dtype} of shape "
                 f"{rows[name].shape}"
             )
-    return {name: row for name, row in rows.items() if row.ndim == 1 and row.dtype.kind in "biufc"}
+    return {name: row for name, row in rows.items() if row.ndim == 1 and row.dtype.kind in _NUMBERS}
 
 
-def _is_row(row: Any, name: str, length: int, whose: str) -> bool:
-    """Whether something in a sample is a row with an item for each of its tokens.
-
-    Args:
-        row: Anything in the sample.
-        name: Its name in the sample.
-        length: How many tokens the sample has.
-        whose: The sample, for an error.
-
-    Raises:
-        ValueError: This is a row of numbers, or labels, of another length.
-    """
+def _as_array(value: Any) -> NDArray[Any]:
     try:
-        count = None if isinstance(row, (str, bytes, Mapping)) else len(row)
-    except TypeError:
-        count = None
-    if count == length:
-        return True
-    if (name == "labels" and row is not None) or (count and _are_numbers(row)):
-        raise ValueError(
-            f"{whose}: {name!r} has {'no' if count is None else count} items, but there are {length} input_ids: a row "
-            "has one item for each token. Leave other numbers out of the sample"
-        )
-    return False
-
-
-def _are_numbers(row: Any) -> bool:
-    if isinstance(row, torch.Tensor):
-        return row.ndim == 1
-    try:
-        array = np.asarray(row)
+        return np.asarray(value)
     except ValueError:  # rows of several lengths in one
-        return False
-    return array.ndim == 1 and array.dtype.kind in "biufc"
+        return np.empty(())
 
 
 def _names(rows: list[dict[str, NDArray[Any]]], filled: list[int]) -> set[str]:
