@@ -51,14 +51,16 @@ def serve() -> None:
 
     An interpreter that ends as ever, while threads of obstore's are at work, is aborted now and then.
     """
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what other code prints is no answer
     function, args = pickle.load(sys.stdin.buffer)
     answer: tuple[Any, BaseException | None]
     try:
         answer = function(*args), None
     except Exception as error:
         answer = None, _bare(error)
-    sys.stdout.buffer.write(cloudpickle.dumps(answer))
-    sys.stdout.flush()
+    out.write(cloudpickle.dumps(answer))
+    out.flush()
     os._exit(0)
 
 

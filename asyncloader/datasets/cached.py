@@ -22,10 +22,7 @@ from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
 from asyncloader.epochs import listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import available_bytes
-from asyncloader.protocols import (
-    OpensDataset,
-    is_async_iterable,
-)
+from asyncloader.protocols import OpensDataset, is_async_iterable
 from asyncloader.seeding.generators import GLOBAL, check_of
 from asyncloader.seeding.own_generators import generators_of
 from asyncloader.seeding.turns import sample_seed

@@ -44,7 +44,7 @@ class SharedDict(Mapping[K, V_co]):
         (['a cat'], False)
     """
 
-    __slots__ = ("_rows",)
+    __slots__ = ("__weakref__", "_rows")
 
     def __init__(self, items: Mapping[K, V_co] | Iterable[tuple[K, V_co]] = ()) -> None:
         hashes = array.array("I")

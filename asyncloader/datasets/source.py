@@ -26,7 +26,7 @@ from asyncloader.datasets.errors import FetchError, require, too_large
 from asyncloader.errors import ConfigurationError, as_cause, redacted
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, GetResult
+    from obstore import GetOptions, ObjectMeta
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
@@ -110,8 +110,7 @@ class Source:
         import obstore
 
         with failures_told(url):
-            meta = obstore.head(*self._place(url))
-            return Version(meta["size"], meta["e_tag"] or "")
+            return _version_in(obstore.head(*self._place(url)))
 
     def read(self, part: Part) -> bytes:
         """Return a file, or some bytes of one.
@@ -127,7 +126,7 @@ class Source:
 
         with failures_told(part.url):
             answer = obstore.get(*self._place(part.url), options=_options(part))
-            end = _end_of(part, _version_in(answer))
+            end = _end_of(part, _version_in(answer.meta))
             return _whole(bytes(answer.bytes()), part, end)
 
     async def read_async(self, part: Part) -> bytes:
@@ -138,7 +137,7 @@ class Source:
 
         with failures_told(part.url):
             answer = await _call(obstore.get_async, *self._place(part.url), options=_options(part))
-            end = _end_of(part, _version_in(answer))
+            end = _end_of(part, _version_in(answer.meta))
             return _whole(bytes(await _call(answer.bytes_async)), part, end)
 
     def _place(self, url: str) -> tuple[ObjectStore, str]:
@@ -257,11 +256,13 @@ def read_local(part: Part) -> bytes:
     """
     path, pieces = path_of(part.url), []
     with open_regular(path) as file:
-        end = _end_of(part, version_of(file.fileno()))
-        at = part.start
-        while at < end and (piece := os.pread(file.fileno(), end - at, at)):  # Linux gives no more than 2 GiB at once
+        there = version_of(file.fileno())
+        end, at = _end_of(part, there), part.start
+        last = min(end, there.size)  # memory is made for what is asked for
+        while at < last and (piece := os.pread(file.fileno(), last - at, at)):  # Linux gives no more than 2 GiB at once
             pieces.append(piece)
             at += len(piece)
+        _end_of(part, version_of(file.fileno()))  # bytes that are read while a file is written may be of both versions
     return _whole(b"".join(pieces), part, end)
 
 
@@ -289,8 +290,8 @@ def _options(part: Part) -> GetOptions:
     return options
 
 
-def _version_in(answer: GetResult) -> Version:
-    return Version(answer.meta["size"], answer.meta["e_tag"] or "")
+def _version_in(meta: ObjectMeta) -> Version:
+    return Version(meta["size"], meta["e_tag"] or "")
 
 
 def _end_of(part: Part, there: Version) -> int:

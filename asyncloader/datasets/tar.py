@@ -45,8 +45,10 @@ def find_samples(source: Source, url: str, version: Version) -> NDArray[np.int64
         if not key or member.isdir():
             continue
         if not member.isreg() or member.issparse():
+            kind = "a sparse file" if member.issparse() else "no file"
+            kind = f"a link to {member.linkname}" if member.islnk() or member.issym() else kind
             raise FetchError(
-                f"{url}: {member.name} is {_kind_of(member)}, which is not read here: pack the file itself (tar "
+                f"{url}: {member.name} is {kind}, which is not read here: pack the file itself (tar "
                 "--dereference --hard-dereference)"
             )
         if key != last:
@@ -110,12 +112,6 @@ def _members(file: Any, url: str) -> Iterator[tuple[tarfile.TarInfo, int, int]]:
                 raise FetchError(f"{url}: damaged: no header at byte {archive.offset:,}")
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise FetchError(f"{url}: damaged, or no tar file, or a compressed one: {error}") from error
-
-
-def _kind_of(member: tarfile.TarInfo) -> str:
-    if member.islnk() or member.issym():
-        return f"a link to {member.linkname}"
-    return "a sparse file" if member.issparse() else "no file"
 
 
 class _Headers(io.BufferedReader):

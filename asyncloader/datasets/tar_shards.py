@@ -99,7 +99,8 @@ class TarShards(BlockDataset[T_co]):
         super().__init__(every, decode, cache_bytes, len, store, store_options)
         self.max_bytes = at_least("max_bytes", max_bytes, least=1)
         self.block_bytes = at_least("block_bytes", block_bytes, least=512)
-        folder = _cache() if index is None else Path(index)
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(cache, "asyncloader", "tar") if index is None else Path(index)
         self._versions, spans = self._asked(index_shards, folder, self.max_bytes)
         self._spans = np.concatenate(spans)
         if not len(self._spans):
@@ -224,7 +225,3 @@ def _turn(folder: Path) -> Iterator[None]:
             file = stack.enter_context(open(folder / ".lock", "wb"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield  # The file stays: removed, it could be locked by one process while another one makes it anew.
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncloader", "tar")

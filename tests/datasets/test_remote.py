@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from obstore.store import LocalStore, MemoryStore
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, RemoteDataset, list_urls
+from asyncloader.datasets.apart import run_apart
+from asyncloader.datasets.source import Part, read_local, version_of
 from tests.datasets.conftest import OBJECTS
 from tests.leftovers import Holdings
 from tests.nursery import Program
@@ -154,6 +157,48 @@ def test_failures_that_stay_are_told(fault_server: FaultServer) -> None:
         large[0]
     with pytest.raises(FetchError, match="larger than 100 bytes"):
         asyncio.run(large.getitem(0))
+
+
+def test_a_range_that_a_local_file_does_not_have_is_an_error(tmp_path: Path) -> None:
+    """Also one for which there is no memory."""
+    path = tmp_path / "ten"
+    path.write_bytes(b"0123456789")
+    assert RemoteDataset([(path, 2, 4)])[0] == b"23"
+    for start, stop in ((2, 11), (0, 1 << 50), (20, 30)):
+        with pytest.raises(FetchError, match=rf"ten: has \d+ bytes from byte {start} on"):
+            RemoteDataset([(path, start, stop)])[0]
+
+
+def test_a_local_file_that_is_changed_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes may be of both versions."""
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(100))
+    version = version_of(str(path))
+    assert read_local(Part(str(path), 0, 100, version)) == bytes(100)
+
+    def changed(fd: int, count: int, offset: int) -> bytes:
+        monkeypatch.undo()
+        path.write_bytes(b"1" * 100)
+        os.utime(path, ns=(1, 1))
+        return bytes(count)
+
+    monkeypatch.setattr(os, "pread", changed)
+    with pytest.raises(FetchError, match="numbers: was changed"):
+        read_local(Part(str(path), 0, 100, version))
+
+
+def noisy(number: int) -> int:
+    """A function of other code, which prints."""
+    print("printed by a library")
+    os.write(1, b"and by one in C")
+    return number + 1
+
+
+def test_what_is_printed_in_a_process_of_its_own_is_no_answer() -> None:
+    """It goes where errors go."""
+    assert run_apart(noisy, 3) == 4
 
 
 def test_what_cannot_work_is_refused_at_construction() -> None:
