@@ -13,6 +13,7 @@ import asyncloader.datasets
 import asyncloader.online
 import asyncloader.samplers
 import asyncloader.typing
+import asyncloader.wrap
 from tests.nursery import Program
 
 
@@ -91,6 +92,13 @@ def test_public_names_of_the_samplers() -> None:
         "packed",
     ]
     assert all(hasattr(asyncloader.samplers, name) for name in asyncloader.samplers.__all__)
+
+
+def test_public_names_of_wrappers() -> None:
+    """What `asyncloader.wrap` offers, beside `asyncloader.to_device`."""
+    assert asyncloader.wrap.__all__ == ["IteratorWrapper", "LoaderWrapper", "equal_steps", "move"]
+    assert all(hasattr(asyncloader.wrap, name) for name in asyncloader.wrap.__all__)
+    assert asyncloader.to_device.__module__ == "asyncloader.wrap.device_iterator"
 
 
 def test_public_names_of_types() -> None:

@@ -202,7 +202,11 @@ class Program:
         rest = [batch.tolist() for batch in fresh]
         has_warned = any("two of its iterators" in text for text in self.warnings)
         if rest != self.whole[place[0]][place[1] :] or is_doubtful:
-            assert has_warned or (self.kind == "taken ahead" and is_doubtful), (place, rest)
+            # The loader sees late that an iterator came to its end which was dropped; others may be gone by then, too.
+            newest = self.taken[-1]
+            is_seen_late = newest.has_ended and newest.iterator is None and len(rest) == BATCHES
+            is_unsaid = is_doubtful and (self.kind == "taken ahead" or is_seen_late)
+            assert has_warned or is_unsaid, (place, rest)
         else:
             self.states.append((state, place))
 
