@@ -293,6 +293,8 @@ def _as_saved(
     """
     if state.base_seed is not None:
         drawn = drawn._replace(base_seed=state.base_seed, shared_seed=state.shared_seed)
+    elif not is_advanced:  # samplers are iterated over once: they may count that
+        return drawn
     if is_advanced or (state.is_between_runs and options.is_inline):  # it has drawn a base seed that nobody wants
         rng.restore(loaded)
         with Drawing():

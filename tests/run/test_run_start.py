@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.options import Options
+from asyncloader.run.checkpoint import initial_state
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
@@ -102,3 +104,29 @@ def test_a_generator_of_the_samplers_own_is_the_samplers() -> None:
         assert torch.equal(other.generator.get_state(), drawn)
         assert list(resumed.plan) == rest
         assert torch.equal(other.generator.get_state(), settings.generator.get_state())  # the sampler draws at its end
+
+
+class CountsReadings:
+    """A sampler whose epochs are counted where it is iterated over, and not where it is read."""
+
+    def __init__(self) -> None:
+        self.readings = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.readings += 1
+        return iter(range(10))
+
+    def __len__(self) -> int:
+        return 10
+
+
+def test_samplers_are_iterated_over_once() -> None:
+    """Anew, from a state between two runs and from one inside: as often as by torch."""
+    sampler = CountsReadings()
+    settings = inside.options(DataLoader(range(10), None, sampler=sampler))  # type: ignore[arg-type]
+    before = initial_state(settings, 0)
+    start = started(settings, before)
+    assert sampler.readings == 1
+    take(start, 2)
+    started(settings, start.checkpointer.state())
+    assert sampler.readings == 2
