@@ -102,10 +102,11 @@ def begin(
     loaded = rng.capture() if state is not None else at_iter  # a sampler's state may have set its own
     with Drawing():
         drawn = draw()
-    epochs = runs.set_epochs.of_samplers(options.index_sampler)
+    set_epochs, index_sampler = runs.set_epochs, options.index_sampler
+    epochs = set_epochs.of_samplers(index_sampler)
 
-    def note_epochs() -> None:  # torch's samplers look at their epoch only then
-        epochs[:] = runs.set_epochs.of_samplers(options.index_sampler)
+    def note_epochs() -> None:  # torch's samplers look at their epoch only then; the runs would refer to themselves
+        epochs[:] = set_epochs.of_samplers(index_sampler)
 
     order = OrderDraw(rng, at_iter, partial(warn_of_draws, options.index_sampler, runs.warned), note_epochs)
     is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
