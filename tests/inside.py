@@ -116,6 +116,11 @@ def forget_trim(pool: SlabPool) -> None:
     pool._trim_planned = False
 
 
+def free_bytes(recycler: Any) -> int:
+    """Return the bytes of blocks that wait to be used again."""
+    return sum(block.capacity for stack in recycler._free.values() for block in stack)
+
+
 def used_bytes(pool: SlabPool) -> int:
     """Return how much of the heap of this process is in use."""
     return 0 if pool._own is None else pool._own._in_use

@@ -258,7 +258,7 @@ class RayPool(BasePool[RayWorker]):
         self._are_read_only = [part.readonly for part in parts]
         self._parts = ray.put([np.frombuffer(part, np.uint8) for part in parts])  # travels once to each node
         self._slabs = slab_pool()
-        self._slabs.live_on(loop.loop)
+        self._slabs.loop = loop.loop
         self._look: TimerHandle | None = None
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:

@@ -79,10 +79,6 @@ class Recycler:
         if self._leases.pop(number, None) is not None:
             self._free.setdefault(block.capacity, []).append(block)
 
-    def free_bytes(self) -> int:
-        """Return the bytes of blocks that wait to be used again."""
-        return sum(block.capacity for stack in list(self._free.values()) for block in list(stack))
-
     def _take(self, nbytes: int) -> _Block | None:
         for capacity in sorted(self._free.copy()):
             if fits(nbytes, capacity):

@@ -92,6 +92,9 @@ class SlabPool:
     Args:
         max_bytes: A bound of what slabs take, besides what machine and cgroups have left.
         create_arena: makes the shared memory, at the first use.
+
+    Attributes:
+        loop: Gives back what nobody needs, and watches processes that were forked; None before the first loader.
     """
 
     def __init__(self, max_bytes: int = _NO_BOUND, create_arena: Callable[[int], Arena | None] = arenas.create) -> None:
@@ -105,7 +108,7 @@ class SlabPool:
         self._ended: deque[Lease] = deque()
         self._on_end = self._make_on_end()
         self._trim_planned = False
-        self._loop: AbstractEventLoop | None = None  # sees that what nobody needs is given back
+        self.loop: AbstractEventLoop | None = None
         self._forks: dict[int, _Fork] = {}  # by thread, between the hooks of a fork
         self._forked: set[_Fork] = set()  # whose ends are waited for
         self._starting: dict[int, tuple[object, list[Lease]]] = {}  # by thread: the worker, what its fork shows it
@@ -122,13 +125,6 @@ class SlabPool:
     def leased_bytes(self) -> int:
         """The memory that tensors are in."""
         return sum(lease.region.capacity for lease in tuple(self._leases))
-
-    def live_on(self, loop: AbstractEventLoop) -> None:
-        """From now on have this loop give back what comes free, and watch processes that were forked. In any thread."""
-        if loop is not self._loop:
-            self._loop = loop
-            for fork in tuple(self._forked):
-                self._watch(fork)
 
     def close(self) -> None:
         """Unmap the arena, for pools of their own in tests: there must be no lease and no worker."""
@@ -187,9 +183,9 @@ class SlabPool:
         def on_end(ref: Any) -> None:
             if getpid() == owner:
                 append(ref.lease)
-                if (self.ownerless or self._own) and not self._trim_planned and self._loop is not None:
+                if (self.ownerless or self._own) and not self._trim_planned and self.loop is not None:
                     with suppress(RuntimeError):  # at interpreter exit the loop is closed
-                        self._loop.call_soon_threadsafe(self.plan_trim)
+                        self.loop.call_soon_threadsafe(self.plan_trim)
 
         return on_end
 
@@ -222,7 +218,7 @@ class SlabPool:
         thread = threading.get_ident()
         worker, watched = self._starting.get(thread, (None, []))
         fork = _Fork(worker, watched, {lease for lease in tuple(self._leases) if lease.ref() is None})
-        if worker is None and self._leases and self._loop is not None:
+        if worker is None and self._leases and self.loop is not None:
             with suppress(OSError):
                 fork.reading, fork.writing = os.pipe()
         self._forks[thread] = fork
@@ -250,17 +246,14 @@ class SlabPool:
             os.close(fork.reading)
             return
         self._forked.add(fork)
-        self._watch(fork)
-
-    def _watch(self, fork: _Fork) -> None:
-        if self._loop is not None:
-            with suppress(RuntimeError):  # at interpreter exit the loop is closed
-                self._loop.call_soon_threadsafe(self._loop.add_reader, fork.reading, self._on_fork_ended, fork)
+        assert self.loop is not None
+        with suppress(RuntimeError):  # at interpreter exit the loop is closed
+            self.loop.call_soon_threadsafe(self.loop.add_reader, fork.reading, self._on_fork_ended, fork)
 
     def _on_fork_ended(self, fork: _Fork) -> None:
         """Take back what a forked process, which is gone, might have looked at. On the loop thread."""
-        if self._loop is not None:
-            self._loop.remove_reader(fork.reading)
+        assert self.loop is not None
+        self.loop.remove_reader(fork.reading)
         self._forked.discard(fork)
         os.close(fork.reading)
         for lease in fork.leases:
@@ -270,9 +263,9 @@ class SlabPool:
     # ------------------------------------------------------------------------------------------------------- idle
     def plan_trim(self, delay_s: float = PERIOD_S) -> None:
         """Give back after a while what is in heaps without an owner then. On the loop thread."""
-        if self._loop is not None and not self._trim_planned:
+        if self.loop is not None and not self._trim_planned:
             self._trim_planned = True
-            self._loop.call_later(delay_s, self._trim_some)
+            self.loop.call_later(delay_s, self._trim_some)
 
     def _trim_some(self) -> None:
         """Give a piece back, and plan the next."""

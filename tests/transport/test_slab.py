@@ -395,7 +395,7 @@ def test_an_idle_pool_gives_everything_back(pool: SlabPool) -> None:
     """Some seconds after the last worker has gone, by the loop's timer, in pieces."""
     planned: list[tuple[float, Callable[[], None]]] = []
     loop = Mock(call_later=lambda delay_s, call: planned.append((delay_s, call)))
-    pool.live_on(loop)
+    pool.loop = loop
     with worker(pool, large) as made:
         kept = [made.get(number) for number in range(10)]
         del kept
@@ -460,7 +460,7 @@ def test_the_loop_hears_of_a_lease_that_ends_while_nobody_uses_slabs(pool: SlabP
     """It would sleep on; but with a worker somebody comes by anyway."""
     loop = Mock()
     with worker(pool, large) as made:
-        pool.live_on(loop)
+        pool.loop = loop
         kept = [made.get(0), made.get(1)]
         kept.pop()
         loop.call_soon_threadsafe.assert_not_called()
@@ -548,7 +548,7 @@ def test_a_batch_that_comes_right_before_a_fork_is_unchanged_in_the_child(
 ) -> None:
     """Also if it has the slab, and what stands guard over it the address, of one that had ended."""
     pool, make_pipe = process_pool, os.pipe
-    pool.live_on(Mock())
+    pool.loop = Mock()
     batches = [pool.receive(MIB)]
     hung_up: list[int] = []
 
@@ -744,7 +744,7 @@ class Owners(RuleBasedStateMachine):
         self.patch.setattr(machine, "available_bytes", lambda: 1 << 40)
         self.pool = make_pool(48 * MIB)
         self.loop = Mock(call_soon_threadsafe=lambda call, *args: call(*args))
-        self.pool.live_on(self.loop)
+        self.pool.loop = self.loop
         self.workers: list[Player] = []
         self.held: list[tuple[int, Array]] = []
         self.forks: list[tuple[Any, list[tuple[int, int, int]]]] = []

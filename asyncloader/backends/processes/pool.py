@@ -63,7 +63,7 @@ class Pool(BasePool[WorkerProcess]):
         self.takes_long = context.get_start_method() != "fork"  # in whichever thread
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
         self._slabs = slab_pool()
-        self._slabs.live_on(loop.loop)
+        self._slabs.loop = loop.loop
         self._heaps: dict[WorkerProcess, WorkerHeap] = {}
         self._dumps = TicketPickler()
         self._managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of executors: these have pipes
