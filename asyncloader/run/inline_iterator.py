@@ -44,6 +44,7 @@ from asyncloader.protocols import namer
 from asyncloader.run.base_iterator import FOR, BaseIterator, iterators_here
 from asyncloader.run.maker_thread import MakerThread, Pause
 from asyncloader.run.plan import END, NOTHING
+from asyncloader.run.random_order import DrawDue
 from asyncloader.run.run_start import RunStart, reads_again
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
@@ -269,10 +270,17 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._progress.follower()
         while self._arrivals.must_wait():
             await self._wait()
-        try:
-            return self._plan.read()
-        except StopAsyncIteration as error:
-            raise stand_in(error, in_async_for=True) from error
+        plan = self._plan
+        plan.draw_apart()
+        while True:
+            try:
+                return plan.read()
+            except DrawDue as due:  # what takes long of a shuffle, and draws from a generator that is its own
+                draw = due.draw
+            except StopAsyncIteration as error:
+                raise stand_in(error, in_async_for=True) from error
+            await asyncio.to_thread(draw)
+            self._check_usable()
 
     async def _wait(self) -> None:
         await self._handoff.wait_async(self._has_news, None)

@@ -113,7 +113,7 @@ class Plan:
         self._is_new = False  # what is in `keys` is as the sampler gave it, and not counted
         self._is_plain = False  # see `_read_plain`
         self._pieces: RandomOrder | None = None  # what torch's RandomSampler is read by
-        self._is_gathered = False
+        self._is_gathered = self._draws_apart = False
         self._is_answer = False  # that is one of those which `Progress.asked` counts
         self._is_noted = True  # the sampler's state is due after a batch, or places of samples are counted
         self._begun: list[Any] = []  # a batch that is being taken apart: an iterator may be interrupted in its middle
@@ -237,6 +237,12 @@ class Plan:
             and not (is_short or self._is_noted or self._done or self._is_gathered)
         )
 
+    def draw_apart(self) -> None:
+        """Have large permutations be drawn by who reads this, in another thread: see `DrawDue`."""
+        self._draws_apart = True
+        if self._pieces is not None:
+            self._pieces.draws_apart = True
+
     def end_with(self, consumer: object) -> None:
         """Have keys be read ahead for this object alone: see `EndsWithConsumer`. Called before they are read."""
         self._consumer = weakref.ref(consumer)
@@ -253,7 +259,9 @@ class Plan:
 
     def _begin_inner(self) -> None:
         self._inner = indices(self._index_sampler.sampler)
-        self._pieces = self._inner if type(self._inner) is RandomOrder else None
+        if type(self._inner) is RandomOrder:
+            self._pieces = self._inner
+            self._pieces.draws_apart = self._draws_apart
         self._is_gathered = self._pair is not None and self._pieces is None  # arrays of indices are made one by one
         self._bind()
 

@@ -6,6 +6,7 @@ its iterator is a generator, which a Ctrl-C that hits inside ends, and with it t
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count as counter
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.utils.data import RandomSampler
 
 _PIECE = 4096
+_LARGE = 1 << 18
+"""To draw a permutation of more takes milliseconds."""
 _RangeIterator = type(iter(range(0)))
 _torch_iter = RandomSampler.__iter__
 
@@ -61,11 +64,29 @@ def skip(iterator: Iterator[Any], count: int) -> int:
     return next(drawn)
 
 
+class DrawDue(BaseException):
+    """A large permutation is to be drawn apart: by ``draw``, in any thread, and then the order is asked again.
+
+    No `Exception`, which would be the sampler's answer.
+    """
+
+    def __init__(self, draw: Callable[[], None]) -> None:
+        super().__init__()
+        self.draw = draw
+
+
 class RandomOrder:
-    """Iterates as torch's RandomSampler does: a permutation is drawn when the first index of it is asked for."""
+    """Iterates as torch's RandomSampler does: a permutation is drawn when the first index of it is asked for.
+
+    Attributes:
+        draws_apart: Whoever asks has large permutations drawn in another thread, where their generator is nobody
+            else's: `DrawDue` is raised for that, when its seed is drawn.
+    """
 
     def __init__(self, sampler: RandomSampler) -> None:
         self._sampler = sampler
+        self.draws_apart = False
+        self._drawing = threading.Lock()  # whoever was to draw may be cancelled, and another comes meanwhile
         self._generator: torch.Generator | None = None
         self._length = 0
         self._num_whole = 0  # permutations to be drawn before the last one, of which a part is yielded; then -1
@@ -120,8 +141,15 @@ class RandomOrder:
                 self._begin()
             if self._num_whole < 0:
                 return False
+            if self.draws_apart and self._length > _LARGE and self._sampler.generator is None:
+                raise DrawDue(self._draw_apart)
             self._draw()
         return True
+
+    def _draw_apart(self) -> None:
+        with self._drawing:
+            if self._at >= len(self._order) and self._num_whole >= 0:
+                self._draw()
 
     def _begin(self) -> None:
         sampler = self._sampler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import asyncloader
 from asyncloader import DataLoader
 from asyncloader.errors import LoaderClosedError
 from asyncloader.run.base_iterator import BaseIterator
+from asyncloader.run.random_order import RandomOrder
 
 
 class Squares:
@@ -269,3 +271,72 @@ class Computing:
         while time.perf_counter() < until:
             pass
         return torch.ones(8).sum()
+
+
+async def longest_turns(loader: DataLoader[Any], count: int) -> list[float]:
+    """Return how long the loop took from turn to turn while so many batches were taken, the longest first. Seconds."""
+    turns: list[float] = []
+
+    async def turn() -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            turns.append(time.perf_counter() - began)
+
+    other = asyncio.create_task(turn())
+    iterator = aiter(loader)
+    for _ in range(count):
+        await anext(iterator)
+    other.cancel()
+    return sorted(turns, reverse=True)
+
+
+@pytest.mark.alone
+async def test_a_loop_has_its_turns_while_samples_compute() -> None:
+    """A batch takes 64 ms, through which the loop would stand still; 49 turns of 50 take less than half of that.
+
+    On a quiet machine they take 9 ms at most.
+    """
+    loader: DataLoader[Any] = DataLoader(Computing(), batch_size=16)  # type: ignore[arg-type]
+    for _ in range(3):  # on a machine that others use
+        turns = await longest_turns(loader, 10)
+        if turns[len(turns) // 50] < 0.032:
+            return
+    pytest.fail(f"one in 50 turns takes {turns[len(turns) // 50]:.3f} s")
+
+
+class Indices:
+    """Ten million of them."""
+
+    def __len__(self) -> int:
+        return 10**7
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+async def test_a_large_shuffle_is_drawn_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread; the order is that of `for`, and of the next epoch as well, whoever is cancelled meanwhile."""
+    drawn_in: list[bool] = []
+    draw = RandomOrder._draw
+
+    def drawing(order: RandomOrder) -> None:
+        drawn_in.append(threading.current_thread() is threading.main_thread())
+        draw(order)
+
+    monkeypatch.setattr(RandomOrder, "_draw", drawing)
+    loader: DataLoader[Any] = DataLoader(Indices(), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    torch.manual_seed(5)
+    by_for = [next(iter(loader)).tolist() for _ in range(2)]
+    torch.manual_seed(5)
+    found = []
+    for epoch in range(2):
+        iterator: Any = aiter(loader)
+        if epoch:
+            cancelled = asyncio.create_task(anext(iterator))
+            await asyncio.sleep(0.01)
+            cancelled.cancel()
+        found.append((await anext(iterator)).tolist())
+        assert iterator.state_dict()["position"] == 1
+    assert found == by_for
+    assert drawn_in == [True, True, False, False]
