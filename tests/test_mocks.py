@@ -142,7 +142,7 @@ def test_none_of_our_protocols_is_found_in_it(make: Callable[[], Any]) -> None:
     """Not async, with nothing to open, without a state, or another method of ours."""
     dataset = make()
     assert not any(is_so(dataset) for is_so in (is_async, is_resource, is_stateful))
-    names = ("set_epoch", "getitem_nowait", "collated", "keys_arrive", "state_after", "preload", "_state_identity")
+    names = ("set_epoch", "collated", "keys_arrive", "state_after", "preload", "_state_identity")
     assert {probe(dataset, name) for name in names} == {None}
 
 
