@@ -422,7 +422,7 @@ def _stop_at_exit() -> None:
 
     See :mod:`asyncloader.threads` for what would happen to them in the middle of one.
     """
-    iterators = [each for each in threads.copied(iterators_here) if isinstance(each, InlineIterator)]
+    iterators = [each for each in threads.copied(iterators_here) if isinstance(each, InlineIterator) and each._is_made]
     for iterator in iterators:
         iterator._thread.stop()
     for iterator in iterators:

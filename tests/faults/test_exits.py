@@ -581,3 +581,16 @@ holder = Holder()
 """
     program = run(NUMBERS + FACES[face] + main)
     assert (program.returncode, program.out, program.err) == (0, "", "")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterator_that_could_not_begin_has_nothing_to_end(run: Run, num_workers: int) -> None:
+    """A traceback refers to it until the interpreter goes."""
+    main = f"""
+try:
+    iter(DataLoader(Numbers(), num_workers={num_workers}, trace="/nowhere/run.json"))
+except OSError as error:
+    kept = error
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.out, program.err) == (0, "", "")
