@@ -1,4 +1,4 @@
-"""TokenBlocks: flat files and Megatron's, read and by ranges; every token where it belongs, bad files named."""
+"""TokenBlocks: flat files and Megatron's; every token where it belongs, bad files named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import pickle
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, TokenBlocks
 from tests.nursery import Program
-from tests.services.fault_server import FaultServer
 
 pytestmark = pytest.mark.on_threads
 
@@ -65,12 +64,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def paths(folder: Path) -> list[Path]:
     return [folder / name for name in FILES]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FaultServer]:
-    with FaultServer(CONTENT) as server:
-        yield server
 
 
 def blocks(dataset: TokenBlocks) -> list[list[int]]:
