@@ -53,7 +53,7 @@ class Workers:
     """What the workers of a run did.
 
     Attributes:
-        each: The work of each worker, those that have left included.
+        each: The work of each worker, those that have left included; those that came later are the last ones.
         cpu_s: CPU seconds of all of them.
         stalled_s: Seconds that they were ready to run while others had the cores.
         changes: How many workers there were from a moment on, by the seconds since ``iter()``: some came or went.

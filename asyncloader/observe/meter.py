@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import fields
-from operator import attrgetter
 from time import perf_counter, process_time
 from types import SimpleNamespace
 from typing import Any
@@ -240,7 +239,7 @@ class Meter:
         self._taken_at = now
 
     def log_summary(self) -> None:
-        """Say in the log, once, how the run went: everything was taken, and nothing is held back, or never given."""
+        """Say in the log, once, how the run went: everything was taken."""
         if self._is_logged:
             return
         self._is_logged = True
@@ -268,7 +267,7 @@ class Meter:
         """Return the figures so far."""
         found = self._timings()
         count = found["work"].count
-        each = tuple(map(copy, sorted(self._own.copy().values(), key=attrgetter("worker_id"))))
+        each = tuple(map(copy, self._own.copy().values()))
         cpu_s, main_cpu_s = sum(worker.cpu_s for worker in each), self._last_cpu_s - self._first_cpu_s
         return LoaderStats(
             epoch=self._epoch,
