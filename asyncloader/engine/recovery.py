@@ -162,7 +162,8 @@ class Recovery:
         if process.is_lost and not self._options.why_workers_stay:  # there may be no room for another one
             return [("postpone", process.worker_id, self._count_loss())]
         is_blamed = process.is_ready and not process.is_lost  # for what it was at
-        self._failed_starts += not (process.is_ready or process.is_lost)
+        if is_alone or not is_coming:  # otherwise the run does without the worker, however often it fails
+            self._failed_starts += not (process.is_ready or process.is_lost)
         if not (is_active or is_coming):  # only a later run needs another
             self._vacant.add(process.worker_id)
             self.has_lost_for_good |= not (self._is_replaceable or self._has_initial_state)
@@ -173,7 +174,7 @@ class Recovery:
             if self._failed_starts > self.num_workers + 2:
                 return [("give up", _failed_starts(process, self._failed_starts))]
         if is_coming:
-            error = _failed_starts(process, self._failed_starts)
+            error = WorkerStartError(describe_death(process.pid, process.exitcode) + last_words(process.output))
             return self.not_launched(process.worker_id, error, is_active=False, is_alone=is_alone)
         if process.is_ready and not self._can_replace(start):
             return self._lose_for_good(process)
