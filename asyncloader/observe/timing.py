@@ -63,11 +63,9 @@ class Timing:
 
 def show_s(seconds: float) -> str:
     """Write down a duration with two or three digits, in a unit that suits it."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1 or unit == "us":
-            value = seconds * factor
-            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
-    raise AssertionError("the last unit takes everything")
+    exponent, unit = (0, "s") if seconds >= 1 else (3, "ms") if seconds >= 1e-3 else (6, "us")
+    value = seconds * 10**exponent
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
 def show_bytes(count: float) -> str:
