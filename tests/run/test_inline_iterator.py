@@ -229,35 +229,35 @@ def test_a_thread_that_waits_for_its_turn_hears_that_the_iterator_was_closed() -
     assert sorted(found, key=str) == [[0, 1, 2, 3], "closed"]
 
 
-BYTECODES = {1: 670, 32: 730}
-"""At most, by the size of a batch of ints, in CPython 3.11: what a batch costs without workers is to stay what it is.
-What C does is not counted; torch's loader takes 376 and 686."""
+BYTECODES = 670
+"""At most, for a batch of a dataset whose samples are made in C, in CPython 3.11: what a batch costs without workers is
+to stay what it is. What C does is not counted; torch's loader takes 376 for a batch of one, and 686 for 32."""
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions have other bytecodes")
-@pytest.mark.parametrize("batch_size", BYTECODES)
+@pytest.mark.parametrize("batch_size", [1, 32])
 def test_bytecodes_of_a_batch(batch_size: int) -> None:
-    """They are exact, whatever else the machine does; once in many batches figures are added up."""
+    """They are exact, whatever else the machine does, but for what is due once in a while: the least of some counts."""
     iterator = iter(DataLoader(range(10**6), batch_size))  # type: ignore[arg-type]
     for _ in range(50):
         next(iterator)
-    count = 0
+    counts = [0]
 
     def trace(frame: Any, event: str, arg: object) -> Any:
-        nonlocal count
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
+        counts[-1] += event == "opcode"
         return trace
 
     def take() -> None:
         for _ in range(100):
+            counts.append(0)
             next(iterator)
 
     before = sys.gettrace()
     sys.settrace(trace)
     take()
     sys.settrace(before)
-    assert count / 100 <= BYTECODES[batch_size]
+    assert min(counts[2:]) <= BYTECODES
 
 
 class Computing:
