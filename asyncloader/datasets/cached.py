@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from asyncloader.async_face import resolved, sample_method
 from asyncloader.checks import at_least
 from asyncloader.datasets.blocking import in_thread
+from asyncloader.datasets.numbers import ByNumber
 from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
 from asyncloader.epochs import listeners
 from asyncloader.errors import ConfigurationError
@@ -36,7 +37,7 @@ _SHARE_OF_MEMORY = 0.5
 _SHARE_OF_DISK = 0.9
 
 
-class CachedDataset(OpensDataset, Dataset[T_co]):
+class CachedDataset(OpensDataset, ByNumber[T_co]):
     """Keep the samples of a dataset that is slow to read or to decode, as they are first made.
 
     Put what is random after the cache: ``CachedDataset(photos, "ram", transform=augment)`` decodes each photo once, and

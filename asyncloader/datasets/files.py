@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 import aiofiles.os
-from torch.utils.data import Dataset
 
 from asyncloader.datasets.blocking import executor
 from asyncloader.datasets.decoding import Decoder
+from asyncloader.datasets.numbers import ByNumber
 from asyncloader.datasets.source import Part, listed, read_local
 
 T_co = TypeVar("T_co", covariant=True)
@@ -22,7 +22,7 @@ T_co = TypeVar("T_co", covariant=True)
 _read = aiofiles.os.wrap(read_local)
 
 
-class FileDataset(Dataset[T_co]):
+class FileDataset(ByNumber[T_co]):
     """Serve files, each read whole and decoded by a function of yours.
 
     A :class:`~asyncloader.DataLoader` awaits the reads, by aiofiles, so that several are on their way at once: which
@@ -66,9 +66,6 @@ class FileDataset(Dataset[T_co]):
         """Read and decode one file."""
         path = self.paths[operator.index(index)]
         return self._decoder(read_local(Part(path)), Path(path))  # type: ignore[no-any-return]
-
-    def __iter__(self) -> Iterator[T_co]:
-        return map(self.__getitem__, range(len(self)))
 
     async def getitem(self, index: int) -> T_co:
         """Read and decode one file, without blocking the loop."""

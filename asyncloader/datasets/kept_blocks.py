@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
 from asyncloader.datasets.apart import run_apart
 from asyncloader.datasets.blocking import in_thread
 from asyncloader.datasets.decoding import Decoder
-from asyncloader.datasets.numbers import counted
+from asyncloader.datasets.numbers import ByNumber, counted
 from asyncloader.datasets.source import Source
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ T_co = TypeVar("T_co", covariant=True)
 V = TypeVar("V")
 
 
-class BlockDataset(Dataset[T_co]):
+class BlockDataset(ByNumber[T_co]):
     """A dataset of samples that lie in blocks of files, here or elsewhere, of which each is read whole.
 
     Args:
@@ -86,9 +85,6 @@ class BlockDataset(Dataset[T_co]):
         read = await asyncio.gather(*map(self._read_async, missing))
         samples = await in_thread(self._found, numbers, blocks | dict(zip(missing, read, strict=True)))
         return [await self._decoder.call_async(*each) for each in samples]
-
-    def __iter__(self) -> Iterator[T_co]:
-        return map(self.__getitem__, range(len(self)))
 
     def _wanted(self, indices: Sequence[int]) -> tuple[NDArray[np.int64], dict[int, Any], list[int]]:
         """Return the numbers of the samples, and their blocks: those that are here, and the numbers of the others."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import errno
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
 from asyncloader.datasets.apart import run_apart
 from asyncloader.datasets.decoding import Decoder
 from asyncloader.datasets.errors import MAX_BYTES, require
+from asyncloader.datasets.numbers import ByNumber
 from asyncloader.datasets.source import Part, Source, failures_told
 from asyncloader.errors import ConfigurationError
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
-class RemoteDataset(Dataset[T_co]):
+class RemoteDataset(ByNumber[T_co]):
     """Serve objects that lie elsewhere, or ranges of them: over HTTP, or in S3, Google Cloud Storage, Azure.
 
     The objects are read by `obstore <https://developmentseed.org/obstore>`_, whose words the options are. A
@@ -76,10 +75,9 @@ class RemoteDataset(Dataset[T_co]):
         max_bytes: int = MAX_BYTES,
         **store_options: Any,
     ) -> None:
-        at_least("max_bytes", max_bytes, least=1)
         self.urls = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
         self.decode = decode
-        self.max_bytes = max_bytes
+        self.max_bytes = at_least("max_bytes", max_bytes, least=1)
         self._decoder = Decoder(decode)
         self._source = Source(store, store_options)
         self._source.check([_part(url).url for url in self.urls], type(self).__name__)
@@ -92,9 +90,6 @@ class RemoteDataset(Dataset[T_co]):
         url = self.urls[operator.index(index)]
         data = self._source.read(_part(url, self.max_bytes))
         return self._decoder(data, url)  # type: ignore[no-any-return]
-
-    def __iter__(self) -> Iterator[T_co]:
-        return map(self.__getitem__, range(len(self)))
 
     async def getitem(self, index: int) -> T_co:
         """Read one sample, without blocking the loop."""

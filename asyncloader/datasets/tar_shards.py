@@ -20,7 +20,7 @@ from asyncloader.checks import at_least
 from asyncloader.datasets.errors import MAX_BYTES, too_large
 from asyncloader.datasets.kept_blocks import BlockDataset
 from asyncloader.datasets.source import Part, Source, Version, listed, path_of
-from asyncloader.datasets.tar import RawSample, find_samples, read_sample
+from asyncloader.datasets.tar import find_samples, read_sample
 from asyncloader.datasets.whole_file import in_one_piece
 from asyncloader.errors import ConfigurationError
 
@@ -53,7 +53,8 @@ class TarShards(BlockDataset[T_co]):
         paths: The shards: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``), one text or many; braces are
             expanded: ``"train-{000..123}.tar"``. Compressed shards cannot be read by number.
         decode: Makes a sample of a dict with the content of each file by its extension, in lower case, the common name
-            under ``"__key__"`` and the shard under ``"__url__"``; without it the dict is the sample.
+            under ``"__key__"`` and the shard under ``"__url__"``: ``decode(files)``, or ``decode(files, key)``; without
+            it the dict is the sample.
         index: The folder in which it is kept where samples are; None for ``~/.cache/asyncloader/tar``
             (``$XDG_CACHE_HOME``).
         cache_bytes: How many bytes of blocks each worker keeps; 0 reads samples and not blocks.
@@ -86,7 +87,7 @@ class TarShards(BlockDataset[T_co]):
     def __init__(
         self,
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-        decode: Callable[[RawSample], T_co] | None = None,
+        decode: Callable[..., T_co] | None = None,
         *,
         index: str | os.PathLike[str] | None = None,
         cache_bytes: int = 0,

@@ -9,22 +9,21 @@ check beforehand prevents.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike
-from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
 from asyncloader.datasets.megatron import read_index
-from asyncloader.datasets.numbers import counted
+from asyncloader.datasets.numbers import ByNumber, counted
 from asyncloader.datasets.source import is_local, listed, open_regular, path_of, raise_changed, version_of
 from asyncloader.errors import ConfigurationError
 
 
-class TokenBlocks(Dataset[torch.Tensor]):
+class TokenBlocks(ByNumber[torch.Tensor]):
     """Serve blocks of tokens out of files that hold nothing but tokens.
 
     nanoGPT's ``.bin`` files are given with their ``dtype``; Megatron's are a ``.bin`` and an ``.idx``, which knows the
@@ -123,9 +122,6 @@ class TokenBlocks(Dataset[torch.Tensor]):
                 if version_of(file.fileno()) != self._versions[number]:
                     raise_changed(path)
         return list(map(torch.from_numpy, blocks))
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return map(self.__getitem__, range(len(self)))
 
 
 def _dtype_of_files(paths: Sequence[str], sizes: Sequence[int], kind: DTypeLike) -> np.dtype[Any]:

@@ -13,12 +13,12 @@ import os
 import threading
 from collections.abc import AsyncIterable, Callable, Iterable
 from types import TracebackType
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from torch.utils.data import Sampler
 
 from asyncloader import threads
-from asyncloader.checks import Least, check_of
+from asyncloader.checks import at_least, one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.handle import FeedHandle
 from asyncloader.online.keys import FeedBatches, FeedSamples, Sample
@@ -33,19 +33,18 @@ T = TypeVar("T")
 _BATCHES_WITHOUT_BOUND = 4
 _LOOKS, _LOOK_EVERY_S = 3, 0.1  # so often nobody was seen to do anything but wait
 
-_CHECKS = {
-    "batch_size": Annotated[int, Least(1)],
-    "group_size": Annotated[int | None, Least(1)],
-    "max_staleness": Annotated[int | None, Least(0)],
-    "steps_per_version": Annotated[int, Least(1)],
-    "max_samples": Annotated[int | None, Least(1)],
-    "on_stale": OnStale,
-    "order": FeedOrder,
-    "window": Annotated[int | None, Least(1)],
-    "max_uses": Annotated[int, Least(1)],
-    "max_retries": Annotated[int, Least(0)],
-    "seed": Annotated[int, Least(0)],
+_LEAST = {
+    "batch_size": 1,
+    "group_size": 1,
+    "max_staleness": 0,
+    "steps_per_version": 1,
+    "max_samples": 1,
+    "window": 1,
+    "max_uses": 1,
+    "max_retries": 0,
+    "seed": 0,
 }
+"""The numbers among the arguments, and the smallest that each may be. Where the default is None, None may be given."""
 
 
 class Feed(Producers, SuppliesKeys[T]):
@@ -122,9 +121,10 @@ class Feed(Producers, SuppliesKeys[T]):
         seed: int = 0,
         fn: Callable[[Sample[Any]], T] | None = None,
     ) -> None:
-        rules = _rules({name: value for name, value in locals().items() if name not in ("self", "__class__")})
-        self._server = FeedServer(source, rules, group_size, lease_timeout)
-        self.batch_size, self.group_size, self.fn = batch_size, group_size, fn
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        rules = _rules(given)
+        self.batch_size, self.group_size, self.fn = given["batch_size"], given["group_size"], fn
+        self._server = FeedServer(source, rules, self.group_size, lease_timeout)
         self._has_source = source is not None
 
     def __getitem__(self, key: SampleKey) -> T:
@@ -222,14 +222,16 @@ _OF_LEASES = ("window", "max_retries", "lease_timeout")
 
 
 def _rules(given: dict[str, Any]) -> Rules:
-    """Check the arguments of a feed; return its rules.
+    """Check the arguments of a feed, and make their integers Python's own; return its rules.
 
     Raises:
         ConfigurationError: for what cannot work.
     """
-    for name, kind in _CHECKS.items():
-        if (check := check_of(kind)) is not None:
-            check(name, given[name])
+    for name, least in _LEAST.items():
+        if given[name] is not None or _DEFAULTS[name] is not None:
+            given[name] = at_least(name, given[name], least=least)
+    one_of("on_stale", given["on_stale"], OnStale)
+    one_of("order", given["order"], FeedOrder)
     fn = given["fn"]
     for name in ("max_cost", "lease_timeout"):
         if given[name] is not None and not given[name] > 0:

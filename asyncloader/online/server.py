@@ -30,6 +30,7 @@ from weakref import WeakValueDictionary
 
 from asyncloader import identity, threads
 from asyncloader.datasets.records import Pickler
+from asyncloader.epochs import as_number
 from asyncloader.errors import LoaderClosedError, StateMismatchError
 from asyncloader.online.door import Door
 from asyncloader.online.errors import FeedClosedError, closed
@@ -258,9 +259,9 @@ class FeedServer:
         """Note that the weights were updated."""
         with Change(self):
             now = self.ledger.version
-            if isinstance(version, bool) or not isinstance(version, int) or version < now:
+            if (number := _as_version(version)) is None or number < now:
                 raise ValueError(f"version should be an integer that does not go back from {now}, but got {version!r}")
-            self.ledger.set_version(version)
+            self.ledger.set_version(number)
             self._answer(request, None)
 
     def withdraw(self, request: Request, *, failed: bool = False) -> None:
@@ -292,7 +293,8 @@ class FeedServer:
         elif not isinstance(samples, (list, tuple)) or len(samples) != self._group_size:
             got = f"{len(samples)}" if isinstance(samples, (list, tuple)) else f"a {type(samples).__name__}"
             raise ValueError(f"a group is a list of {self._group_size} samples (group_size), but got {got}")
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= self.ledger.version:
+        number = _as_version(version)
+        if number is None or not 0 <= number <= self.ledger.version:
             raise ValueError(
                 f"version should be an integer from 0 to that of the feed, {self.ledger.version}, but got {version!r}"
             )
@@ -304,7 +306,7 @@ class FeedServer:
             raise ValueError(f"priority should be a number, but got {priority!r}")
         if priority and order != "priority":
             raise ValueError(f'priority is for order="priority": with {order!r} it has no effect')
-        return list(samples), version, cost, priority
+        return list(samples), number, cost, priority
 
     def _try_lease(self) -> Any:
         ledger, source = self.ledger, self._source
@@ -630,6 +632,11 @@ def _copied(units: list[Any]) -> list[Any]:
         file.seek(0)
         copies.append(unpickler.load())
     return copies
+
+
+def _as_version(value: Any) -> int | None:
+    """Return an integer of any kind as Python's own, since states have it; None if it is none."""
+    return None if isinstance(value, bool) else as_number(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -57,11 +57,10 @@ class RayWorkers:
     """
 
     def __init__(self, num_workers: int, *, on_mismatch: OnMismatch = "raise", **actor_options: Any) -> None:
-        at_least("RayWorkers: num_workers", num_workers, least=1)
+        self.num_workers = at_least("RayWorkers: num_workers", num_workers, least=1)
         one_of("RayWorkers: on_mismatch", on_mismatch, OnMismatch)
         for name in sorted(actor_options.keys() & _OURS.keys()):
             raise ConfigurationError(f"RayWorkers: {name} cannot be chosen: {_OURS[name]}")
-        self.num_workers = num_workers
         self.on_mismatch = on_mismatch
         self.actor_options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **actor_options}
 

@@ -91,7 +91,7 @@ def assert_reproducible(
         batch_sizes: Batch sizes, each for a loader. Give one where the dataset makes something of whole batches.
         concurrency: Samples that one worker fetches at once.
         worker_backends: "process", "thread".
-        scheduling: Which worker makes which batch. "split" divides none here, for samples are not collated.
+        scheduling: Which worker makes which batch.
         epochs: How many of each loader are compared.
         seed: Seeds torch before each loader.
         options: Further arguments of all loaders: ``shuffle=True``, or another ``seeding``. Loaders

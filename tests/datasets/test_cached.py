@@ -103,6 +103,23 @@ def is_right(one: dict[str, Any], index: int, factor: int = 1) -> bool:
     )
 
 
+class Made:
+    """Makes a sample of any number, and never raises an IndexError."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+def test_to_iterate_over_it_ends() -> None:
+    """After the last sample, whatever the dataset would say of further ones; and as often as somebody does."""
+    cached = CachedDataset(Made(), "ram")
+    assert [*zip(cached, range(100), strict=False)] == [(0, 0), (1, 1), (4, 2), (9, 3)]
+    assert list(cached) == [0, 1, 4, 9]
+
+
 def first(samples: list[Any]) -> Any:
     return samples
 

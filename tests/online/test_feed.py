@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import io
 import itertools
 import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -491,6 +493,35 @@ def test_what_cannot_work(options: dict[str, Any], words: str) -> None:
     """It is refused at construction."""
     with pytest.raises(ConfigurationError, match=words):
         Feed(**{"batch_size": 4, **options})
+
+
+def some_steps(number: Callable[[int], Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return batches of a feed whose integers are of one kind, and its state."""
+    numbers = {"batch_size": 2, "max_samples": 6, "max_staleness": 1, "max_uses": 3, "max_retries": 3, "seed": 3}
+    feed = Feed(range(3), order="random", **{name: number(value) for name, value in numbers.items()})
+    with feed.lease() as item:
+        item.put(item.value, version=number(0), cost=number(1))
+    feed.put_nowait(7, version=number(0))
+    batches = iter(DataLoader(feed))
+    got = [next(batches).tolist()]
+    feed.version = number(1)
+    got.append(next(batches).tolist())
+    state = feed.state_dict()
+    feed.close()
+    return got, {name: value for name, value in state.items() if name not in ("id", "life")}
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
+def test_integers_of_other_libraries(number: Callable[[int], Any]) -> None:
+    """They are as good as Python's own, and states have these."""
+    (batches, state), (expected, own) = some_steps(number), some_steps(int)
+    assert (batches, state) == (expected, own)
+    assert state["units"][0]["units"]
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    torch.load(file, weights_only=True)
+    with pytest.raises(ConfigurationError, match="batch_size should be an integer of at least 1, but got"):
+        Feed(batch_size=number(0))
 
 
 def test_the_feed_brings_its_batches() -> None:
