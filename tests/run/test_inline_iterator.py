@@ -295,7 +295,7 @@ async def longest_turns(loader: DataLoader[Any], count: int) -> list[float]:
 async def test_a_loop_has_its_turns_while_samples_compute() -> None:
     """A batch takes 64 ms, through which the loop would stand still; 49 turns of 50 take less than half of that.
 
-    On a quiet machine they take 9 ms at most.
+    The aim on a quiet machine is 9 ms.
     """
     loader: DataLoader[Any] = DataLoader(Computing(), batch_size=16)  # type: ignore[arg-type]
     for _ in range(3):  # on a machine that others use
