@@ -111,6 +111,11 @@ def has_forks(pool: SlabPool) -> bool:
     return bool(pool._forked)
 
 
+def leases(pool: SlabPool) -> tuple[Any, ...]:
+    """Return the leases whose tensors are alive, as far as is known."""
+    return tuple(pool._leases)
+
+
 def forget_trim(pool: SlabPool) -> None:
     """Have a pool plan its next trim as if it had planned none."""
     pool._trim_planned = False

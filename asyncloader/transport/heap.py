@@ -172,13 +172,12 @@ class Heap:
         return reserved + capacity <= self._limit and self._reserved + capacity <= self._limit // self._share
 
     # ------------------------------------------------------------------------------------------------- giving back
-    def turn(self) -> None:
-        """Note the end of a period, and give some of the surplus back."""
+    def turn(self) -> bool:
+        """Note the end of a period, and give some of the surplus back; return whether there was some to be given."""
         if (now := monotonic()) >= self._period_ends:
             self._period_ends = now + PERIOD_S
             self._peaks = [self._peaks[1], self._in_use]
-        if self.has_surplus:
-            self._sweep(SWEEP_BYTES, self._keep)
+        return self.has_surplus and self._sweep(SWEEP_BYTES, self._keep)
 
     @property
     def has_surplus(self) -> bool:
@@ -196,15 +195,19 @@ class Heap:
         self._recover()
         self._sweep(self._reserved, keep=0)
 
-    def _sweep(self, nbytes: int, keep: int) -> None:
-        """Give idle regions back, oldest first, at least `nbytes` of them, until no more than `keep` are reserved."""
+    def _sweep(self, nbytes: int, keep: int) -> bool:
+        """Give idle regions back, oldest first, at least `nbytes` of them, until no more than `keep` are reserved.
+
+        False if the platform cannot punch holes: what is reserved stays, to be used again.
+        """
         while nbytes > 0 and self._reserved > keep and (region := self._idle.take_oldest()) is not None:
             if not self.arena.punch(region.offset, region.capacity):
-                self._idle.put(region)  # the platform cannot punch holes: what is reserved stays, to be used again
-                return
+                self._idle.put(region)
+                return False
             self._cold.give(region.offset, region.capacity)
             self._reserved -= region.capacity
             nbytes -= region.capacity
+        return True
 
     # ------------------------------------------------------------------------------------------------- sending slabs
     def locate(self, address: int, nbytes: int) -> tuple[Region, int] | None:

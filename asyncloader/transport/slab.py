@@ -79,10 +79,10 @@ class _Fork:
         writing: The other end.
     """
 
-    def __init__(self, worker: object | None, leases: list[Lease], ended: set[Lease]) -> None:
+    def __init__(self, worker: object | None, leases: list[Lease]) -> None:
         self.worker = worker
         self.leases = leases
-        self.ended = ended
+        self.ended: set[Lease] = set()
         self.reading = self.writing = -1
 
 
@@ -195,7 +195,8 @@ class SlabPool:
         while self._ended and not self._forks:
             lease = self._ended.popleft()
             self._leases.discard(lease)
-            del lease.ref  # which refers to the lease: in a cycle both would stay until a collection
+            # In a cycle both would stay until a collection. A thread that forks may still ask whether tensors live.
+            del lease.ref.lease
             lease.release(_TENSORS)
 
     # ------------------------------------------------------------------------------------------------------ forks
@@ -217,11 +218,12 @@ class SlabPool:
         """Called in the thread that forks."""
         thread = threading.get_ident()
         worker, watched = self._starting.get(thread, (None, []))
-        fork = _Fork(worker, watched, {lease for lease in tuple(self._leases) if lease.ref() is None})
+        # Noted first: Python forks as well where a signal's handler raises in here.
+        self._forks[thread] = fork = _Fork(worker, watched)
+        fork.ended = {lease for lease in tuple(self._leases) if lease.ref() is None}
         if worker is None and self._leases and self.loop is not None:
             with suppress(OSError):
                 fork.reading, fork.writing = os.pipe()
-        self._forks[thread] = fork
 
     def after_fork(self) -> None:
         """Called in the thread that forked. The child has a copy of every batch, so no region leased may be reused.
@@ -272,9 +274,9 @@ class SlabPool:
         self._trim_planned = False
         self.drain()
         if (own := self._own) is not None:
-            own.turn()
+            has_given = own.turn()
             if own.idle_bytes:
-                self.plan_trim(0.0 if own.has_surplus else PERIOD_S)
+                self.plan_trim(0.0 if has_given and own.has_surplus else PERIOD_S)
         heap = next((heap for heap in self.ownerless if heap.idle), None)
         if heap is not None and heap.give_back_some(SWEEP_BYTES):
             self.plan_trim(0.0)

@@ -405,6 +405,23 @@ def test_an_idle_pool_gives_everything_back(pool: SlabPool) -> None:
     assert pool.reserved_bytes == 0
 
 
+def test_memory_that_cannot_be_given_back_keeps_no_loop_busy(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some sandboxes punch no holes: what is idle stays, and is looked at once in a period."""
+    planned: list[tuple[float, Callable[[], None]]] = []
+    pool.loop = Mock(call_later=lambda delay_s, call: planned.append((delay_s, call)))
+    memory = pool.receive(MIB)
+    assert memory is not None
+    del memory
+    monkeypatch.setattr(arena.Arena, "punch", lambda *args: False)
+    # Another period each time.
+    monkeypatch.setattr(heap, "monotonic", lambda: time.monotonic() + 100.0 * len(planned))
+    pool.plan_trim()
+    for _ in range(5):
+        planned[-1][1]()
+    assert [delay_s for delay_s, _ in planned] == [heap.PERIOD_S] * 6
+    assert pool.reserved_bytes == MIB
+
+
 def test_an_epoch_after_the_other_finds_its_memory(pool: SlabPool) -> None:
     """New workers for each epoch, with the last batch of the last one still in hand."""
     batch = None
@@ -569,6 +586,33 @@ def test_a_batch_that_comes_right_before_a_fork_is_unchanged_in_the_child(
     assert pool.reserved_bytes == MIB  # the child has it
     for fd in hung_up:
         os.close(fd)
+
+
+def test_a_lease_that_ends_while_a_thread_is_about_to_fork(pool: SlabPool) -> None:
+    """The loop may take it back after that thread has listed it, and before it is asked whether its tensors live."""
+    memory = pool.receive(MIB)
+    (lease,) = inside.leases(pool)
+    assert lease.ref() is not None
+    del memory
+    pool.drain()
+    assert lease.ref() is None
+
+
+def test_a_handler_that_raises_before_a_fork_uncovers_no_batch(
+    process_pool: SlabPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python writes down what the hook raises, and forks."""
+    pool = process_pool
+    pool.loop = Mock()
+    batch = pool.receive(MIB)
+    monkeypatch.setattr(os, "pipe", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        pool.before_fork()
+    pool.after_fork()
+    del batch
+    pool.drain()
+    pool.trim()
+    assert pool.reserved_bytes == MIB  # the child has it
 
 
 def test_a_worker_forked_while_batches_are_on_lease(process_pool: SlabPool) -> None:
