@@ -138,8 +138,9 @@ class Run:
         progress, ready = self.progress, self.handoff.ready
         progress.follower()
         if self._urgent:
-            ready.appendleft(failed(self._urgent[0], counts=False))
-            self._urgent.popleft()
+            item = failed(self._urgent[0], counts=False)
+            del self._urgent[0]  # this calls nothing, so no signal's handler comes before the item is there
+            ready.appendleft(item)
         while ready:
             item = ready[0]
             outcome = item.outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle
 from typing import Any
@@ -249,6 +250,27 @@ def test_an_error_at_once_comes_before_what_is_ready() -> None:
         driver.get()
     assert driver.run.taken == taken
     assert driver.get() == 0
+
+
+def test_an_interrupt_leaves_an_error_at_once_in_one_place() -> None:
+    """Python looks at signals where a call returns: then the error comes with the next call, and no second time."""
+
+    class Interrupted(deque[Item]):
+        def appendleft(self, item: Item) -> None:
+            super().appendleft(item)
+            raise KeyboardInterrupt
+
+    driver = begun(range(10))
+    run = driver.run
+    run.handoff.ready = Interrupted()
+    run.raise_first(ValueError("a worker has died"))
+    with pytest.raises(KeyboardInterrupt):
+        run.first()
+    item = run.first()
+    assert item is not None
+    assert str(item.outcome.error) == "a worker has died"
+    run.count(item)
+    assert run.first() is None
 
 
 def test_closing_drops_what_is_ready_and_wakes_who_waits() -> None:
