@@ -110,6 +110,10 @@ class Encoder:
             return None
         return self._heap.allocate(nbytes) if nbytes > INLINE_MAX else None
 
+    def leave_heap(self) -> None:
+        """Take no slabs any more: this process is a fork, and the heap is that of the worker that forked it."""
+        self._heap = None
+
     # --------------------------------------------------------------------------------------------------- pickling
     def _dump(self, batch: Any, make_pickler: Callable[[io.BytesIO], pickle.Pickler]) -> bytes:
         stream = io.BytesIO()

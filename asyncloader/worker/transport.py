@@ -126,6 +126,7 @@ class ProcessTransport(WorkerTransport):
             id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=open_dataset()
         )
         self._stacker = collate.install(self._encoder)
+        os.register_at_fork(after_in_child=self._encoder.leave_heap)  # collate_fn itself may fork
 
     def leave(self) -> None:
         """Let go of the dataset that ``get_worker_info()`` refers to, and leave the heap to the next worker."""

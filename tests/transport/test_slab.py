@@ -630,6 +630,27 @@ def test_a_worker_forked_while_batches_are_on_lease(process_pool: SlabPool) -> N
     assert pool.reserved_bytes == 0
 
 
+def collated_beside_a_child(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collates twice, and a process that it forks does as well, in between and afterwards."""
+
+    def collate() -> bool:
+        return float(default_collate([torch.full((FLOATS,), -1.0)] * 2)[0, 0]) == -1
+
+    first, child = default_collate(samples), forked(collate)
+    second = default_collate(samples)
+    assert child.wait() == 0
+    return first, second
+
+
+def test_a_child_of_a_worker_writes_to_none_of_its_slabs() -> None:
+    """A collate function may fork: the child has a copy of the worker's heap, and not the heap."""
+    samples = [torch.full((FLOATS,), float(number)) for number in range(6)]
+    for number, batches in enumerate(DataLoader(samples, 2, num_workers=1, collate_fn=collated_beside_a_child)):
+        for batch in batches:
+            assert (batch[0] == 2 * number).all()
+            assert (batch[1] == 2 * number + 1).all()
+
+
 def test_a_child_has_a_pool_of_its_own() -> None:
     """And it works there."""
 
