@@ -89,7 +89,8 @@ def check(
     """See whether a state belongs to what it is loaded into.
 
     Args:
-        saved: The identity in the state.
+        saved: The identity in the state. What it does not have is not compared: a sampler of the user's may take its
+            own part of a state out of what it hands on.
         now: The identity of the object that is to load the state.
         free: Names that may differ.
         advice: By name, the advice about a difference, in place of the general one.
@@ -98,7 +99,7 @@ def check(
         StateMismatchError: if it does not; it says what differs.
     """
     for name, here in now.items():
-        if name not in free and (then := saved.get(name)) != here:
+        if name not in free and (then := saved.get(name, here)) != here:
             kind = now.get("kind", "loader")
             general = f"Make the {saved.get('kind', kind)} as it was then, or begin without the state."
             raise StateMismatchError(name, then, here, (advice or {}).get(name, general))

@@ -258,7 +258,7 @@ def test_the_record_is_made_of_the_attributes_of_the_loader() -> None:
 
 def test_workers_see_part_of_the_record_under_its_names() -> None:
     """Beside what belongs to one iterator."""
-    own = {"dataset", "worker_init_fn", "base_seed", "modes", "thread", "epochs"}
+    own = {"dataset", "worker_init_fn", "base_seed", "modes", "importing"}
     for each in fields(WorkerSpec):
         assert each.name in own or hasattr(Options, each.name), each.name
 

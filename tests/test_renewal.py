@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -330,18 +331,13 @@ def test_one_that_hangs_before_it_is_renewed(by_count: None, tmp_path: Path, pat
     renewed = Renewed(tmp_path, 1, timeout=60, on_timeout="retry", max_retries=50)
     inside.set_timeout(renewed.iterator, 0.3)
     hung = renewed.engine.pool.processes[0]
-    asked = asyncio.run(_take(renewed, hung))
-    assert asked == WANTED
-
-
-async def _take(renewed: Renewed, hung: Any) -> list[Any]:
-    task = asyncio.ensure_future(anext(renewed.iterator))
-    while hung.is_alive:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    with renewed.gate.opened():
-        renewed.seen.append(await task)
-        renewed.seen += [batch async for batch in renewed.iterator]
-    return [batch[0].tolist() for batch in renewed.seen]
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(next, renewed.iterator)
+        wait_until(lambda: not hung.is_alive)
+        with renewed.gate.opened():
+            renewed.seen.append(asked.result())
+            renewed.seen += list(renewed.iterator)
+    assert [batch[0].tolist() for batch in renewed.seen] == WANTED
 
 
 def test_closed_before_one_is_renewed(by_count: None, tmp_path: Path) -> None:

@@ -116,6 +116,9 @@ class Pool(BasePool[WorkerProcess]):
                     break
                 begun = self._epoch
                 for process in (yield from self._start_some(workers[first : first + _AT_ONCE], begun)):
+                    if process.worker_id in self.processes:  # it was not wanted, and then again, meanwhile
+                        self._let_go(process, 0.0)
+                        continue
                     self.processes[process.worker_id] = process
                     if self._epoch is not begun:  # while it was being launched
                         process.channel.send(Kind.EPOCH, pickle.dumps(self._epoch))

@@ -353,11 +353,11 @@ def test_representations(tmp_path: Path) -> None:
     session = inside.engine(iterator)
     pids = inside.pids(iterator)
     assert repr(session.pool) == f"<Pool [{', '.join(f'<WorkerProcess {i} pid={pids[i]} RUNNING>' for i in (0, 1))}]>"
-    assert repr(session).startswith("<Session OPEN <Scheduler planned=")
-    assert repr(iterator).startswith("<WorkerIterator taken=0 <Session OPEN")
+    assert repr(session).startswith("<Engine OPEN <Scheduler planned=")
+    assert repr(iterator).startswith("<WorkerIterator taken=0 <Engine OPEN")
     iterator.close()
     assert repr(inside.workers(iterator)[0]) == f"<WorkerProcess 0 pid={pids[0]} DEAD>"
-    assert repr(session).startswith("<Session CLOSED")
+    assert repr(session).startswith("<Engine CLOSED")
     assert WorkerState.DEAD in {worker._process.state for worker in inside.workers(iterator)}
     assert isinstance(session.pool, pool.Pool)
 
