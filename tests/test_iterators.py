@@ -432,6 +432,23 @@ async def test_an_iterator_has_one_face(num_workers: int) -> None:
     assert list(by_for) == [batch async for batch in by_async_for] == []
 
 
+async def test_each_run_of_persistent_workers_has_one_face() -> None:
+    """Whatever that of the run before was: a thread and a task that wait for one batch would never hear of it both."""
+    loader: Any = numbers(1, 8, persistent_workers=True)
+
+    async def take(face: str) -> Any:
+        return (await asyncio.to_thread(next, iterator) if face == "for" else await anext(iterator)).tolist()
+
+    for first, second in (("for", "async for"), ("async for", "for"), ("for", "async for")):
+        iterator = iter(loader) if first == "for" else aiter(loader)
+        assert await take(first) == [0, 1, 2, 3]
+        with pytest.raises(RuntimeError, match=f"read by `{first}`, so it cannot be read by `{second}`"):
+            await take(second)
+        assert await take(first) == [4, 5, 6, 7]
+        assert not [each async for each in iterator] if first == "async for" else not list(iterator)
+    await iterator.aclose()
+
+
 @WORKERS
 async def test_batches_that_are_always_ready_leave_other_tasks_their_turns(
     num_workers: int, monkeypatch: pytest.MonkeyPatch

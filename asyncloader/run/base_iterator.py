@@ -318,11 +318,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         the end of the program. It is there before the look, so that one that is taken meanwhile stays away.
         """
         check_owner(self._pid)
-        if self._face not in ("", face):
-            raise RuntimeError(
-                f"this iterator is read by `{self._face}`, so it cannot be read by `{face}` as well; make another one "
-                "for that (iter(loader) or aiter(loader))"
-            )
+        check_face(self._face, face)
         self._face = face
         if face == ASYNC_FOR:
             exits.note_user()
@@ -383,4 +379,13 @@ def check_owner(pid: int) -> None:
     if pid != os.getpid():
         raise LoaderClosedError(
             "this iterator belongs to the process that made it, not to a fork of it; call iter(loader) here"
+        )
+
+
+def check_face(before: str, face: str) -> None:
+    """Refuse a call by another face than that of the calls before, "" if there were none."""
+    if before not in ("", face):
+        raise RuntimeError(
+            f"this iterator is read by `{before}`, so it cannot be read by `{face}` as well; make another one for that "
+            "(iter(loader) or aiter(loader))"
         )

@@ -146,7 +146,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _take_from(self, run: Run) -> None:
         """Have consumers take from a run that has begun."""
-        self._run, self.is_closed, self._face = run, False, ""
+        self._run, self.is_closed, self._face, self._pass = run, False, "", None  # the next call decides the face
         self._meter = self._runs.meter = run.meter
         self._seeding.end_others(run.epoch.key)
 

@@ -24,10 +24,11 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Generic, TypeVar, cast
 
 from asyncloader.errors import LoaderClosedError
-from asyncloader.run.base_iterator import ClosableIterator, check_owner
+from asyncloader.run.base_iterator import ASYNC_FOR, FOR, ClosableIterator, check_face, check_owner
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -39,7 +40,8 @@ def _nobody() -> None:
 class IteratorWrapper(ClosableIterator):
     """An iterator around another one. By itself it only takes batches ahead; others say what becomes of each.
 
-    Several threads may take batches from one, or several tasks of one loop: each batch goes to exactly one of them. An
+    Several threads may take batches from one, or several tasks of one loop: each batch goes to exactly one of them. As
+    with our own iterators, the first call of a run decides whether it is read by ``for`` or by ``async for``. An
     interrupt, or a task that is cancelled, while a batch is waited for or worked on, loses no batch.
 
     Args:
@@ -60,6 +62,7 @@ class IteratorWrapper(ClosableIterator):
 
     def __init__(self, inner: Any, prefetch: int = 0, *, takes_states: bool = True) -> None:
         self._inner = self.source = inner
+        self._feed = map(next, repeat(inner))  # not iterated over anew for each batch: some iterators begin anew then
         self._prefetch = prefetch
         self._takes_states = takes_states
         self._pid = os.getpid()
@@ -77,6 +80,7 @@ class IteratorWrapper(ClosableIterator):
         self.held.clear()
         self.states.clear()
         self._taken.clear()
+        self._face = ""  # the first call decides
         self.over: Callable[[], BaseException] | None = None
 
     async def prepare(self) -> None:
@@ -101,6 +105,7 @@ class IteratorWrapper(ClosableIterator):
     # ------------------------------------------------------------------------------------------------------ iterating
 
     def __next__(self) -> Any:
+        self._enter(FOR)
         with self._turn:
             self._in_async_for = False
             try:
@@ -112,12 +117,18 @@ class IteratorWrapper(ClosableIterator):
             raise RuntimeError("a wrapper has awaited something in a `for` loop, which has no event loop")
 
     async def __anext__(self) -> Any:
+        self._enter(ASYNC_FOR)
         async with self._turn_of_tasks:
             self._in_async_for = True
             return await self._step()
 
-    async def _step(self) -> Any:
+    def _enter(self, face: str) -> None:
+        """Look whether a call may go on, by this face. Before the lock: a fork has not the thread that may hold it."""
         check_owner(self._pid)
+        check_face(self._face, face)
+        self._face = face
+
+    async def _step(self) -> Any:
         if self.over is None:
             await self.prepare()
         if self.over is not None:  # also where it was closed in another thread meanwhile
@@ -155,7 +166,7 @@ class IteratorWrapper(ClosableIterator):
     async def _take(self) -> Any:
         if self._in_async_for:
             return await anext(self._inner)
-        for batch in self._inner:
+        for batch in self._feed:
             return batch
         raise StopAsyncIteration
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from asyncloader import DataLoader, to_device
 from asyncloader.errors import LoaderClosedError
 from asyncloader.wrap import IteratorWrapper, LoaderWrapper
+from tests.forks import forked
 from tests.wrap.ahead import Ahead, taken_ahead
 
 
@@ -108,6 +110,73 @@ async def test_wrappers_around_wrappers() -> None:
     assert [int(batch) for batch in without] == [0, 1, 2, 3]
     assert not hasattr(without, "state_dict")
     assert not hasattr(iter(without), "state_dict")
+
+
+class BeginsAnew:
+    """A loader that is its own iterator, and begins anew with each `iter`, as many prefetchers do."""
+
+    def __iter__(self) -> BeginsAnew:
+        self._left = iter(range(6))
+        return self
+
+    def __next__(self) -> int:
+        return next(self._left)
+
+
+@pytest.mark.parametrize("kind", [Doubled, Ahead])
+def test_an_iterator_is_not_iterated_over_anew(kind: Any) -> None:
+    """Within a run each batch comes once; the next run begins at the beginning, also after a `break`."""
+    loader: Any = LoaderWrapper(BeginsAnew(), kind)
+    whole = [*islice(loader, 20)]  # it would never end
+    assert whole == [(2 if kind is Doubled else 1) * number for number in range(6)]
+    for _ in loader:
+        break
+    assert [*islice(loader, 20)] == whole
+
+
+@pytest.mark.parametrize("face", ["for", "async for"])
+async def test_an_iterator_has_one_face(face: str) -> None:
+    """Also where a batch is held already: two faces would both give it. The next run may be read by the other one."""
+    loader: Any = taken_ahead(range(6), None, num_workers=1, worker_backend="thread", persistent_workers=True)
+    iterator = iter(loader)
+
+    async def take(by: str) -> int:
+        return int(await asyncio.to_thread(next, iterator) if by == "for" else await anext(iterator))
+
+    other = "for" if face == "async for" else "async for"
+    for first, second in ((face, other), (other, face)):
+        assert await take(first) == 0
+        with pytest.raises(RuntimeError, match=f"read by `{first}`, so it cannot be read by `{second}`"):
+            await take(second)
+        assert [await take(first) for _ in range(5)] == [1, 2, 3, 4, 5]
+        assert iter(loader) is iterator
+    await iterator.aclose()
+
+
+def test_a_fork_is_refused_while_a_thread_takes() -> None:
+    """The thread, which holds the lock, is not in the fork: nobody would let go of the lock there."""
+    came, may_go_on = threading.Event(), threading.Event()
+
+    class Waits(IteratorWrapper):
+        def receive(self, batch: Any) -> Any:
+            came.set()
+            assert may_go_on.wait(60.0)
+            return batch
+
+    iterator: Any = iter(LoaderWrapper(DataLoader(range(6), None), Waits))  # type: ignore[arg-type]
+
+    def take() -> None:
+        with pytest.raises(LoaderClosedError, match="not to a fork of it"):
+            next(iterator)
+
+    with ThreadPoolExecutor(1) as executor:
+        first = executor.submit(next, iterator)
+        try:
+            assert came.wait(60.0)
+            assert forked(take).wait() == 0
+        finally:
+            may_go_on.set()
+        assert first.result() == 0
 
 
 def test_a_look_beside_a_loop_does_not_matter_to_the_loop() -> None:
