@@ -201,9 +201,11 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         keys = self._read_arriving() if plan.arrives else plan.read()
         if keys is END or keys is VOID:
             return self._pass_over(keys)
-        number, began = progress.read - 1, perf_counter()
+        number, began, thread = progress.read - 1, perf_counter(), self._thread
         try:
             batch = self._make(number, progress.placed(number, keys) if progress.knows_places else keys)
+            if thread is not self._thread:  # another thread has loaded a state meanwhile: the batch is of no run
+                return True
             if maker.bad and (error := self._too_many()) is not None:
                 raise error
             self._in_hand = batch
