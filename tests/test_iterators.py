@@ -646,3 +646,22 @@ async def test_a_second_run_before_the_workers_of_the_first_are_started() -> Non
     gate.set()
     assert [batch.tolist() async for batch in second] == [[7, 6], [5, 4]]
     await second.aclose()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_speaks_of_the_state_that_was_loaded_last(num_workers: int) -> None:
+    """Of that which its iterator was given after its own."""
+    loader: DataLoader[Any] = DataLoader(range(20), 2, num_workers=num_workers)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    states = []
+    for _ in range(3):
+        next(iterator)
+        states.append(iterator.state_dict())  # type: ignore[attr-defined]
+    loader.load_state_dict(states[0])
+    iterator.load_state_dict(states[2])  # type: ignore[attr-defined]
+    assert loader.state_dict() == states[2]
+    assert next(iterator).tolist() == [6, 7]
+    resumed: DataLoader[Any] = DataLoader(range(20), 2, num_workers=num_workers)  # type: ignore[arg-type]
+    resumed.load_state_dict(loader.state_dict())
+    assert next(iter(resumed)).tolist() == [8, 9]
+    iterator.close()  # type: ignore[attr-defined]
