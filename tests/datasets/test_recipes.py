@@ -75,7 +75,10 @@ def test_a_stream_of_webdataset_resumes_by_count(tmp_path: Path, num_workers: in
 
 
 class Pictures(torch.utils.data.Dataset[torch.Tensor]):
-    """An array of zarr's wherever obstore reaches: its chunks are awaited, many at once."""
+    """An array of zarr's wherever obstore reaches: its chunks are awaited, many at once.
+
+    Its workers come from the fork server: obstore has threads, of which forked workers would have none.
+    """
 
     def __init__(self, store: Any, length: int) -> None:
         self.store, self.length = store, length
@@ -106,5 +109,6 @@ def test_an_array_of_zarr_in_an_object_store(s3: str, tmp_path: Path) -> None:
     for path in filter(Path.is_file, tmp_path.rglob("*")):
         put(f"{s3}/pictures/array/{path.relative_to(tmp_path)}", path.read_bytes())
     store = S3Store("pictures", prefix="array", endpoint=s3, client_options={"allow_http": True}, **KEYS)
-    loader = DataLoader(Pictures(store, 20), batch_size=8, num_workers=2, concurrency=16)
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "forkserver"}
+    loader = DataLoader(Pictures(store, 20), batch_size=8, concurrency=16, **options)
     assert torch.equal(torch.cat(list(loader)), torch.from_numpy(pictures))
