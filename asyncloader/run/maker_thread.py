@@ -74,6 +74,7 @@ class MakerThread:
             while type(job := self._asked.get()) is tuple:
                 self._answer(*job)
                 del job
+        self._asked.put(None)  # for another thread, if a Ctrl-C in `ask` came when one was started and not noted yet
 
     def _answer(self, number: int, keys: Any) -> None:
         try:
