@@ -77,14 +77,9 @@ async def aread(loader: Any, num_batches: int) -> None:
             break
 
 
-# One epoch in some hundred leaves the CancelledError of a sample that was cancelled, and by its traceback the dataset.
-# The defect is known, and not understood yet.
-OFTEN = pytest.mark.xfail(strict=False, reason="the error of a cancelled sample may keep an async dataset")
-
-
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("face", ["for", "async for"])
-@pytest.mark.parametrize("kind", [Noted, pytest.param(NotedAsync, marks=OFTEN)])
+@pytest.mark.parametrize("kind", [Noted, NotedAsync])
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_dataset_goes_with_the_loader(workers: str, kind: type[Noted], face: str) -> None:
     """After a whole epoch, one that was left, and one that failed: a dataset may have connections and files open."""

@@ -191,6 +191,9 @@ class Overlap:
                 task.cancel()
                 self._cancelled.add(task)
                 task.add_done_callback(partial(self._on_cancelled, job.count if position == BATCH else 1))
+        # The error of a task that was cancelled before its first step refers to the frame that has the job: a job that
+        # referred to the task would keep both, and the dataset.
+        job.pending.clear()
 
     def _on_cancelled(self, slots: int, task: asyncio.Task[None]) -> None:
         self._cancelled.discard(task)
