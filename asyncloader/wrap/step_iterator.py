@@ -74,7 +74,7 @@ class EqualStepsIterator(IteratorWrapper):
         super().begin()
         self._place = [self._loader, next(self._runs), 0]  # the same on all ranks; with the number of the next chunk
         self._size = self._steps = self._given = 0  # of the chunk at hand: as long as it is; agreed on; taken so far
-        self._is_last = self._has_ended = False  # the chunk at hand is; the iterator within has
+        self._is_last = False  # the chunk at hand is
         self._answers: Answers | None = None  # about the next chunk
 
     async def prepare(self) -> None:
@@ -95,7 +95,7 @@ class EqualStepsIterator(IteratorWrapper):
         while self._answers is None and not self._has_ended and len(self.held) < left + share:
             await self.pull()
         if self._answers is None and left <= 1:
-            ahead = max(0, min(len(self.held) - left, following + 1))
+            ahead = max(0, min(self._num_batches - left, following + 1))
             self._answers = own_group().ask([*self._place, ahead])
         return self._answers
 
@@ -124,18 +124,20 @@ class EqualStepsIterator(IteratorWrapper):
         self._size, self._steps, self._is_last, self._given, self._answers = self._following, steps, is_last, 0, None
         self._place[-1] += 1
 
-    async def pull(self) -> None:
-        """Take the next batch, or note the end."""
-        await super().pull()
-        if isinstance(self.held[-1][1], StopAsyncIteration):
-            self._has_ended = True
-            del self.held[-1]
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the iterator within has: its end is held behind its last batch."""
+        return bool(self.held) and isinstance(self.held[-1][1], StopAsyncIteration)
+
+    @property
+    def _num_batches(self) -> int:
+        return len(self.held) - self._has_ended
 
     @property
     def _repeats(self) -> bool:
         """Whether the batch of this step is this rank's last one, and will be given in the next step too."""
         is_end = self._is_last and self._given + 1 == self._steps
-        return self._mode == "pad" and self._has_ended and len(self.held) == 1 and not is_end
+        return self._mode == "pad" and self._has_ended and self._num_batches == 1 and not is_end
 
     def give(self, received: Any) -> Any:
         """Return a batch that nobody else has."""
@@ -149,7 +151,7 @@ class EqualStepsIterator(IteratorWrapper):
 
     def _finish(self) -> None:
         """End the run on this rank, whatever is left of it."""
-        if self.held:
+        if self._num_batches:
             log.info("equal_steps: a rank that has more batches than others leaves them out")
         if not self._has_ended and hasattr(self._inner, "finish"):
             self._inner.finish()

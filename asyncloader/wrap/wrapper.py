@@ -295,8 +295,20 @@ def _is_ready(iterator: Any) -> bool:
 
 
 def _state(states: Sequence[Any], within: Callable[[], Any]) -> Any:
-    """Return the state before the first batch that is held; that of the loader or iterator within if none is."""
-    return (copy.deepcopy(states[0]) if states else None) or within()
+    """Return the state before the first batch that is held; that of the loader or iterator within if none is.
+
+    Another thread may take batches meanwhile. So what is held is looked at again when the state within is there: it may
+    be that of a batch that is held by now.
+    """
+    if (before := _first(states)) is None:
+        state = within()
+        if (before := _first(states)) is None:
+            return state
+    return copy.deepcopy(before)
+
+
+def _first(states: Sequence[Any]) -> Any:
+    return next(iter(tuple(states)), None)  # a copy: no other thread can change it in between
 
 
 def _drop(states: dict[weakref.ref[IteratorWrapper], deque[Any]], gone: weakref.ref[IteratorWrapper]) -> None:

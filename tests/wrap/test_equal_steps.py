@@ -18,6 +18,7 @@ from asyncloader.messages.snapshot import Frozen, outlasting
 from asyncloader.wrap import equal_steps
 from asyncloader.wrap.rank_group import RankGroup
 from asyncloader.wrap.step_iterator import EqualStepsIterator, steps_of
+from asyncloader.wrap.wrapper import IteratorWrapper
 from tests.nursery import Nursery
 from tests.ranks import fork_ranks
 
@@ -204,12 +205,12 @@ def test_questions_are_answered_in_their_order() -> None:
     assert group.ask([3]).result(10) == [[3]]
 
 
-@pytest.mark.parametrize("face", ["for", "async for"])
+@pytest.mark.parametrize(("face", "moment_of"), [("for", "_take"), ("async for", "_take"), ("for", "pull")])
 @pytest.mark.parametrize(("mode", "others"), [("drop", 3), ("drop", 9), ("pad", 3), ("pad", 9)])
 def test_an_interrupt_in_any_step_loses_no_batch(
-    mode: Any, others: int, face: str, monkeypatch: pytest.MonkeyPatch
+    mode: Any, others: int, face: str, moment_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a batch is made, and while ranks are waited for; states say what was given, and go on with the rest."""
+    """While a batch is made, just after it is held, and while ranks are waited for; states go on with the rest."""
     group = Told(others)
     monkeypatch.setattr("asyncloader.wrap.step_iterator.own_group", lambda: group)
 
@@ -223,6 +224,7 @@ def test_an_interrupt_in_any_step_loses_no_batch(
     async def anext_of(iterator: Any) -> Any:
         return await anext(iterator)
 
+    as_it_was = getattr(IteratorWrapper, moment_of)
     steps = (min if mode == "drop" else max)(6, others)
     whole = [min(step, 5) for step in range(steps)]
     with asyncio.Runner() as runner:
@@ -235,13 +237,17 @@ def test_an_interrupt_in_any_step_loses_no_batch(
                     raise KeyboardInterrupt
 
             interrupted, seen = of(DataLoader(Six(), None), 0), []
-            as_it_was = interrupted._take
 
-            async def taken(hit: Any = hit, as_it_was: Any = as_it_was) -> Any:
-                hit()
-                return await as_it_was()
+            async def taken(wrapper: Any, hit: Any = hit) -> Any:
+                if moment_of == "_take":
+                    hit()
+                try:
+                    return await as_it_was(wrapper)
+                finally:
+                    if moment_of == "pull":
+                        hit()
 
-            monkeypatch.setattr(interrupted, "_take", taken)
+            monkeypatch.setattr(IteratorWrapper, moment_of, taken)
             while True:
                 state = json.loads(json.dumps(interrupted.state_dict()))
                 try:

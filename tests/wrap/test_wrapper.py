@@ -229,6 +229,26 @@ def test_a_handler_of_a_signal_saves_in_the_middle_of_next() -> None:
     assert saved == [0, 0, 0, 1, 2]
 
 
+def test_a_state_while_another_thread_takes_is_of_what_was_given() -> None:
+    """Batches that it takes while the state is asked for are held."""
+    threads = []
+
+    class Works(Counted):
+        def state_dict(self) -> dict[str, int]:
+            if threads:
+                thread = threads.pop()
+                thread.start()
+                thread.join()
+            return super().state_dict()
+
+    loader: Any = LoaderWrapper(Works(), IteratorWrapper)
+    iterator = iter(loader)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    threads.append(threading.Thread(target=lambda: asyncio.run(iterator.pull())))
+    assert loader.state_dict() == {"at": 2}
+    assert [*iterator] == [*range(2, 6)]
+
+
 @pytest.mark.parametrize("hits", ["within", "receive"])
 def test_an_interrupt_loses_no_batch(hits: str) -> None:
     """Whether the batch is waited for, or worked on; the state is that of what was given."""
