@@ -53,14 +53,6 @@ class Backend(Protocol):
     def processes(self) -> Mapping[int, Worker]:
         """The workers that have a place now, by id; a worker that was dismissed or lost has none."""
 
-    @property
-    def has_processes(self) -> bool:
-        """Whether launching its workers takes a while, and forked ones are copies of the thread that does it."""
-
-    @property
-    def takes_long(self) -> bool:
-        """Whether launching one may take seconds, in whichever thread."""
-
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start the workers, some at a time; `started` is called each time: these can be given tickets before the next.
 

@@ -33,7 +33,6 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from asyncloader.backends.backend import END_GRACE_S, Backend
-from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.worker import Worker
 from asyncloader.engine import hang_report
 from asyncloader.engine.actions import Action, Fail, Ticket, Vacate
@@ -201,19 +200,16 @@ class Engine:
     # ----------------------------------------------------------------------------------------------- lifecycle
 
     def start(self) -> None:
-        """Start the workers and begin the first run."""
-        carry_out(self._steps())
+        """Start the workers and begin the first run. Not on the loop thread: forked workers are copies of the caller.
 
-    def start_from_here(self) -> None:
-        """Start the workers as `start` does, from the consumer's thread, of which forked workers are copies then.
-
-        They find what belongs to the thread, as workers of torch's loader do: connections to SQLite, thread-locals.
+        They find what belongs to a consumer's thread, as workers of torch's loader do: connections to SQLite,
+        thread-locals.
         """
-        self.portal.launch_here(self._steps())
+        self.portal.launch(self._steps())
 
     def start_apart(self) -> Future[None]:
-        """Start them where that holds up nobody: neither the caller's loop nor, on the portal's, other loaders."""
-        return self.portal.launch_apart(self._steps())
+        """Start them in a thread of its own, which holds up neither the caller's loop nor, on the portal's, others."""
+        return self.portal.call_apart(self.start)
 
     def _steps(self) -> Generator[Callable[[], None], None, None]:
         """Start; what is yielded launches a worker, and is to be called before the next step."""

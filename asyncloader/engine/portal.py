@@ -144,7 +144,7 @@ class Portal:
     def _answered(self, future: Future[Any]) -> None:
         self._unanswered.pop(future, None)
 
-    def launch_here(self, steps: Generator[Launch, None, None]) -> None:
+    def launch(self, steps: Generator[Launch, None, None]) -> None:
         """Take the steps of a start on the loop, and launch what they launch in the calling thread."""
         step: Callable[[], Launch | None] = partial(next, steps, None)
         try:
@@ -161,13 +161,13 @@ class Portal:
         finally:
             del step
 
-    def launch_apart(self, steps: Generator[Launch, None, None]) -> Future[None]:
-        """Take the steps of a start, and launch what they launch in a thread of its own."""
-        future = Answer[None]()
-        if self.is_closing:
+    def call_apart(self, function: Callable[[], T]) -> Future[T]:
+        """Run the function in a thread of its own and give its result."""
+        future = Answer[T]()
+        if self.is_closing:  # Python may start no thread any more
             future.set_exception(exiting())
         else:
-            threads.start(partial(_fulfil, future, self.launch_here, (steps,)), "asyncloader start")
+            threads.start(partial(_fulfil, future, function, ()), "asyncloader start")
         return future
 
     @property

@@ -247,8 +247,6 @@ class RayPool(BasePool[RayWorker]):
         Exception: as the pickling of the dataset raises it.
     """
 
-    has_processes = takes_long = False
-
     def __init__(self, loop: GuardedLoop, spec: WorkerSpec, actors: Any, on_mismatch: str) -> None:
         super().__init__(loop, spec)
         self._actors = actors

@@ -102,18 +102,14 @@ class WorkerIterator(BaseIterator[T_co]):
         self._take_from(run)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = None
-        if wait and self._engine.pool.has_processes:
-            self._start_from_here()
-        elif self._engine.pool.takes_long:
-            self._started = self._engine.start_apart()
+        if wait:
+            self._start_here()
         else:
-            self._started = self._engine.portal.call(self._engine.start)
-            if wait:
-                self._wait_started(self._started)
+            self._started = self._engine.start_apart()
 
-    def _start_from_here(self) -> None:
+    def _start_here(self) -> None:
         try:
-            self._engine.start_from_here()
+            self._engine.start()
         except LoaderClosedError:
             self._engine.portal.stop_daemon()
             raise

@@ -480,7 +480,7 @@ def test_a_worker_that_cannot_be_replaced_leaves_its_work_to_others(
     def refuse(*args: Any) -> None:
         raise WorkerStartError("no room")
 
-    monkeypatch.setattr(inside.engine(iterator).pool, "_start_some", refuse)
+    monkeypatch.setattr(inside.engine(iterator).pool, "_starting", refuse)
     assert [int(key) for batch in iterator for key in batch[0]] == list(range(400))
     assert [record.levelname for record in caplog.records if "no room" in record.getMessage()] == ["WARNING"]
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]

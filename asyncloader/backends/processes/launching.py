@@ -8,14 +8,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from multiprocessing import util
 from multiprocessing.process import BaseProcess, current_process
-from typing import Any, TypeAlias, TypeVar, cast
-
-from asyncloader.backends.backend import Launch
-
-T = TypeVar("T")
+from typing import Any, TypeAlias, cast
 
 Forking: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 """Gives what a fork is to be made in."""
@@ -48,22 +44,6 @@ def try_descriptors(count: int) -> None:
     finally:
         for fd in tried:
             os.close(fd)
-
-
-def carry_out(steps: Generator[Launch, None, T]) -> T:
-    """Take the steps of a start, and launch what they launch, all in the calling thread: the loop's."""
-    try:
-        launch = next(steps)
-        while True:
-            try:
-                launch()
-            except BaseException as error:
-                launch = steps.throw(error)
-            else:
-                launch = next(steps)
-    except StopIteration as end:
-        result: T = end.value
-        return result
 
 
 def start_process(process: BaseProcess) -> None:

@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 from asyncloader.backends.backend import Launch
 from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.processes import executors, fresh
-from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.process import WorkerProcess, launch_all
 from asyncloader.errors import could_not_start
 from asyncloader.messages.failure import with_notes
@@ -55,12 +54,9 @@ class Pool(BasePool[WorkerProcess]):
         spec: The dataset and functions that the workers work with.
     """
 
-    has_processes = True
-
     def __init__(self, loop: GuardedLoop, context: BaseContext, spec: WorkerSpec) -> None:
         super().__init__(loop, spec)
         self._context = context
-        self.takes_long = context.get_start_method() != "fork"  # in whichever thread
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
         self._slabs = slab_pool()
         self._slabs.loop = loop.loop
@@ -115,7 +111,9 @@ class Pool(BasePool[WorkerProcess]):
                 if self._closing:  # while others were being launched
                     break
                 begun = self._epoch
-                for process in (yield from self._start_some(workers[first : first + _AT_ONCE], begun)):
+                with self._starting(workers[first : first + _AT_ONCE], begun) as (launch, processes):
+                    yield launch
+                for process in processes:
                     if process.worker_id in self.processes:  # it was not wanted, and then again, meanwhile
                         self._let_go(process, 0.0)
                         continue
@@ -133,8 +131,9 @@ class Pool(BasePool[WorkerProcess]):
             if self._closing:
                 self.end(0.0)
 
-    def _start_some(self, workers: Iterable[int], epoch: EpochSpec) -> Generator[Launch, None, list[WorkerProcess]]:
-        """Start processes, all or none; what is yielded launches them.
+    @contextlib.contextmanager
+    def _starting(self, workers: Iterable[int], epoch: EpochSpec) -> Iterator[tuple[Launch, list[WorkerProcess]]]:
+        """Start processes, all or none: give a function that launches them, to be called meanwhile, in any thread.
 
         Raises:
             WorkerStartError: if the system has no room for one of them.
@@ -150,9 +149,9 @@ class Pool(BasePool[WorkerProcess]):
             for each, heap in started.items()
         ]
         try:
-            yield partial(launch_all, self._context, launches)
+            yield partial(launch_all, self._context, launches), [*started]
             for process in started:
-                process.watch(is_forked=not self.takes_long)
+                process.watch()
         except BaseException as error:
             for process, heap in started.items():
                 process.close()
@@ -161,7 +160,6 @@ class Pool(BasePool[WorkerProcess]):
                 raise could_not_start(error) from error
             raise
         self._heaps |= started
-        return list(started)
 
     def discard(self, worker: int) -> None:
         """Kill the process of this worker id, whose end then is nobody's concern: another will take its place."""
@@ -176,7 +174,8 @@ class Pool(BasePool[WorkerProcess]):
         self.processes[worker] = self._start_other(worker, num_workers)
 
     def _start_other(self, worker: int, num_workers: int) -> WorkerProcess:
-        (process,) = carry_out(self._start_some([worker], self._epoch_of_newcomer(num_workers)))
+        with self._starting([worker], self._epoch_of_newcomer(num_workers)) as (launch, (process,)):
+            launch()
         try:
             self._adopt([process])
         except BaseException:

@@ -166,7 +166,7 @@ class WorkerProcess(Worker):
         """Return what the process does, and its first thread."""
         return activity(Path(f"/proc/{self.pid}"))
 
-    def watch(self, *, is_forked: bool) -> None:
+    def watch(self) -> None:
         """Hear of the process, which may be up, or gone, before the loop has its next turn.
 
         Raises:
@@ -178,7 +178,7 @@ class WorkerProcess(Worker):
         os.set_blocking(self._descriptors["output"], False)
         self._loop.add_reader(self._descriptors["output"], self._on_output)
         self._move(WorkerState.RUNNING)
-        if is_forked:
+        if self.was_forked:
             self._up_timer = self._loop.call_later(_UP_S, self._on_late)
 
     def _watch_exit(self) -> None:

@@ -36,8 +36,6 @@ class LocalPool(BasePool[LocalWorker]):
         home: The loop of the user's that it is on; None for the portal's.
     """
 
-    has_processes = takes_long = False  # threads start at once
-
     def __init__(
         self,
         loop: GuardedLoop,

@@ -109,7 +109,6 @@ async def test_each_is_told_of_as_it_is_started(start: Start, on_threads: bool) 
     count = 2 if on_threads else 1
     assert heard.told == ["started"] * count
     assert [worker.worker_id for worker in pool.processes.values()] == list(pool.processes) == list(range(count))
-    assert not pool.has_processes
     await until(lambda: len(heard.told) == 2 * count)
     assert {told for told in heard.told if told != "started"} == {("ready", worker) for worker in range(count)}
     assert all(worker.is_ready for worker in pool.processes.values())
