@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -219,24 +217,24 @@ def test_a_timeline_that_cannot_be_written_is_refused_first(made: str, tmp_path:
     assert "the timeline cannot be written" in " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())
 
 
+OUTPUTS = {
+    "full": "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+    "closed": "import os; reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1)",
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize(
     "arguments", [["doctor"], pytest.param(["doctor", "--json"], marks=pytest.mark.slow), ["--help"]]
 )
-def test_output_that_cannot_be_written(arguments: list[str]) -> None:
+def test_output_that_cannot_be_written(run: Callable[..., Program], arguments: list[str], output: str) -> None:
     """A full disk, and a pipe whose reader has gone: one line at most, and a status."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open("/dev/full", "w") as full, os.fdopen(writing, "w") as closed:
-        running = [
-            subprocess.Popen(
-                [sys.executable, "-c", COMMAND, *arguments], stdout=output, stderr=subprocess.PIPE, text=True, cwd=ROOT
-            )
-            for output in (full, closed)
-        ]
-        of_full, of_closed = (process.communicate()[1] for process in running)
-    assert [process.returncode for process in running] == [1, 1]
-    assert of_full.splitlines()[-1:] == ["asyncloader: the output cannot be written: No space left on device"]
-    assert "Traceback" not in of_full + of_closed
+    done = run(f"{OUTPUTS[output]}\n{COMMAND}", *arguments)
+    assert done.returncode == 1, done.explain("")
+    assert "Traceback" not in done.err
+    if output == "full":
+        assert done.err.splitlines()[-1:] == ["asyncloader: the output cannot be written: No space left on device"]
 
 
 ASYNC_TRAINING = """

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from tests import effort
+from tests.nursery import Program
 from tests.online.chaos import ITEMS, check
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(120)
-def test_some_runs() -> None:
+def test_some_runs(run: Callable[..., Program]) -> None:
     """Each comes to its end, with each item trained once."""
-    command = [sys.executable, "-m", "tests.online.chaos", "--runs", str(effort.examples(8))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout
+    done = run("from tests.online.chaos import main; main()", "--runs", effort.examples(8), timeout_s=110)
+    assert done.returncode == 0, done.explain("")
 
 
 def test_what_the_chaos_sees() -> None:
@@ -55,8 +51,8 @@ for seed in range(30):
 
 
 @pytest.mark.timeout(180)
-def test_the_chaos_sees_what_is_lost_in_flight() -> None:
+def test_the_chaos_sees_what_is_lost_in_flight(run: Callable[..., Program]) -> None:
     """States that leave out the batches which were formed and not trained are found within a few runs."""
-    done = subprocess.run([sys.executable, "-c", PLANTED], cwd=ROOT, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 1, done.stderr
-    assert "lost: [" in done.stderr
+    done = run(PLANTED, timeout_s=170)
+    assert done.returncode == 1, done.explain("")
+    assert "lost: [" in done.err

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from textwrap import dedent
+from collections.abc import Callable
 
 import pytest
 
-PROGRAM = dedent("""
+from tests.nursery import Program
+
+PROGRAM = """
     import multiprocessing
     import sys
     import threading
@@ -56,26 +56,27 @@ PROGRAM = dedent("""
     else:
         threading.Thread(target=train, args=(feed,)).start()
     sys.exit(7)
-""")
+"""
+
+pytestmark = pytest.mark.interpreter
 
 
 @pytest.mark.parametrize(("trainer", "num_workers"), [("main", 1), ("thread", 0), ("late", 0), ("nobody", 0)])
 @pytest.mark.parametrize("producer", ["thread", "process"])
 @pytest.mark.parametrize("made_by", ["put", "lease"])
-def test_a_trainer_that_ends(made_by: str, producer: str, trainer: str, num_workers: int) -> None:
+def test_a_trainer_that_ends(
+    run: Callable[..., Program], made_by: str, producer: str, trainer: str, num_workers: int
+) -> None:
     """Those who wait for room in the feed are told why; what leases items comes to its end.
 
     So it is if nobody has begun to train when the main thread ends. A thread may begin a while later: until then not
     all that is left waits.
     """
-    arguments = [made_by, producer, trainer, str(num_workers)]
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=60
-    )
+    ended = run(PROGRAM, made_by, producer, trainer, num_workers)
     assert ended.returncode == 7
-    assert ended.stdout == ("trained\n" if trainer != "nobody" else "")
+    assert ended.out == ("trained\n" if trainer != "nobody" else "")
     if made_by == "lease":
-        assert ended.stderr == ""
+        assert ended.err == ""
     else:
-        last = ended.stderr.splitlines()[-1]
-        assert last.startswith("asyncloader.online.errors.FeedClosedError: the feed "), ended.stderr
+        last = ended.err.splitlines()[-1]
+        assert last.startswith("asyncloader.online.errors.FeedClosedError: the feed "), ended.err

@@ -25,9 +25,11 @@ import torch
 from asyncloader import DataLoader
 from asyncloader.online import Feed, FeedClosedError, FeedHandle, LeaseLostError
 from asyncloader.online.wire import parts_of
+from tests.nursery import Program
 from tests.patience import wait_until
 
-CONTEXTS = ["fork", "spawn"]
+# Each that starts a process anew pickles the handle; the fork server has imported torch.
+CONTEXTS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 
 
 def produce(handle: FeedHandle) -> None:
@@ -60,17 +62,17 @@ def hold_one(handle: FeedHandle, held: Any) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Any]]:
+def begin() -> Iterator[Callable[..., Any]]:
     """Start processes, which are joined at the end."""
     processes = []
 
-    def begin(context: str, target: Any, *arguments: Any) -> Any:
+    def started(context: str, target: Any, *arguments: Any) -> Any:
         process = mp.get_context(context).Process(target=target, args=arguments, daemon=True)
         process.start()
         processes.append(process)
         return process
 
-    yield begin
+    yield started
     for process in processes:
         process.join(20)
         assert process.exitcode is not None
@@ -80,11 +82,11 @@ def start() -> Iterator[Callable[..., Any]]:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("target", [produce, produce_async])
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_several_processes(context: str, target: Any, start: Callable[..., Any]) -> None:
+def test_several_processes(context: str, target: Any, begin: Callable[..., Any]) -> None:
     """Each item is made once, and no older than the bound."""
     feed = Feed(range(60), batch_size=4, max_staleness=1)
     for _ in range(2):
-        start(context, target, feed.handle())
+        begin(context, target, feed.handle())
     found: list[int] = []
     for values, _ in DataLoader(feed):
         found += values.tolist()
@@ -95,11 +97,11 @@ def test_several_processes(context: str, target: Any, start: Callable[..., Any])
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_producer_that_is_killed(context: str, start: Callable[..., Any]) -> None:
+def test_a_producer_that_is_killed(context: str, begin: Callable[..., Any]) -> None:
     """Its item is leased again."""
     feed = Feed(range(1), batch_size=1, max_samples=1)
     receiving, sending = mp.get_context(context).Pipe(duplex=False)
-    process = start(context, hold_one, feed.handle(), sending)
+    process = begin(context, hold_one, feed.handle(), sending)
     assert receiving.recv() == 0
     assert feed.stats().running == 1
     os.kill(process.pid, signal.SIGKILL)
@@ -151,10 +153,10 @@ def serve_until_killed(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_trainer_that_is_killed(is_async: bool, start: Callable[..., Any]) -> None:
+def test_a_trainer_that_is_killed(is_async: bool, begin: Callable[..., Any]) -> None:
     """Those who wait are told."""
-    receiving, sending = mp.get_context("spawn").Pipe(duplex=False)
-    process = start("spawn", serve_until_killed, sending)
+    receiving, sending = mp.get_context("forkserver").Pipe(duplex=False)
+    process = begin("forkserver", serve_until_killed, sending)
     handle = receiving.recv()
     held = handle.lease().__enter__()
     threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
@@ -182,10 +184,10 @@ def fork_and_hang(pipe: Any) -> None:
     threading.Event().wait()
 
 
-def test_forks_of_the_trainer_hold_no_connections(start: Callable[..., Any]) -> None:
+def test_forks_of_the_trainer_hold_no_connections(begin: Callable[..., Any]) -> None:
     """The end of the trainer is seen while they go on."""
-    ours, theirs = mp.get_context("spawn").Pipe()
-    process = start("spawn", fork_and_hang, theirs)
+    ours, theirs = mp.get_context("forkserver").Pipe()
+    process = begin("forkserver", fork_and_hang, theirs)
     handle = ours.recv()
     held = handle.lease().__enter__()
     ours.send("connected")
@@ -235,14 +237,14 @@ def use_copy(feed: Feed[Any], held: Any, pipe: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_that_uses_the_feed_is_refused(start: Callable[..., Any]) -> None:
+def test_a_fork_that_uses_the_feed_is_refused(begin: Callable[..., Any]) -> None:
     """It is told to use a handle; the trainer's feed is as if nothing had been."""
     feed: Feed[Any] = Feed(range(2), batch_size=1)
     feed.put_nowait("before")
     held = feed.lease().__enter__()
     receiving, sending = mp.get_context("fork").Pipe(duplex=False)
     with feed._server._lock:  # as a thread of the trainer may have it at the moment
-        start("fork", use_copy, feed, held, sending)
+        begin("fork", use_copy, feed, held, sending)
     sending.close()
     for name in USES:
         assert receiving.poll(20), name
@@ -260,12 +262,12 @@ def test_a_fork_that_uses_the_feed_is_refused(start: Callable[..., Any]) -> None
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_while_a_thread_uses_the_handle(start: Callable[..., Any]) -> None:
+def test_a_fork_while_a_thread_uses_the_handle(begin: Callable[..., Any]) -> None:
     """The fork does not wait for that thread, which it has not."""
     feed = Feed(range(4), batch_size=4)
     handle = feed.handle()
     with handle._lock:  # as a thread has it at the moment
-        start("fork", produce, handle)
+        begin("fork", produce, handle)
     assert [items.tolist() for items, _ in DataLoader(feed)] == [[0, 1, 2, 3]]
     handle.close()
 
@@ -670,11 +672,12 @@ def test_what_cannot_be_pickled() -> None:
         feed.handle()
 
 
-def test_a_program_that_ends_with_a_feed() -> None:
+@pytest.mark.interpreter
+def test_a_program_that_ends_with_a_feed(run: Callable[..., Program]) -> None:
     """It says nothing: a process that trains nothing has no loader, which would end the feed's thread before."""
     script = "from asyncloader.online import Feed; feed = Feed(batch_size=1); handle = feed.handle(); handle.version"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    ended = run(script)
+    assert (ended.returncode, ended.err) == (0, "")
 
 
 def test_nothing_is_left_of_a_feed_that_was_dropped() -> None:
@@ -737,10 +740,10 @@ def _fork_and_end(handle: FeedHandle, said: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_within_a_lease(start: Callable[..., Any]) -> None:
+def test_a_fork_within_a_lease(begin: Callable[..., Any]) -> None:
     """A fork that leaves the block, because it ends, does not give back what its parent has leased."""
     feed, said = Feed([7], batch_size=1, max_retries=0), mp.get_context("fork").SimpleQueue()
-    start("fork", _fork_and_end, feed.handle(), said)
+    begin("fork", _fork_and_end, feed.handle(), said)
     assert said.get() == "put"
     feed.close()
     assert [batch.tolist() for batch in DataLoader(feed)] == [[7]]
