@@ -254,7 +254,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         loaded = LoaderState.from_dict(state)
         check(loaded, self._options)
         self._runs.note_load(loaded, self._options)
-        self._runs.loaded = None  # what the loader was given before is not where this run goes on
         self._restart(loader, loaded)
 
     def finish(self) -> None:

@@ -1,15 +1,21 @@
-"""Makes states of a run: how far it is, when its order was drawn, where samplers and datasets are."""
+"""A run as its loader remembers it: it makes its states, and says whether its iterator is in use.
+
+A state says how far the run is, when its order was drawn, and where samplers and datasets are.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.snapshot import WorkerStart, as_plain, dataset_here
+from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
 from asyncloader.run.fits import describe
 from asyncloader.run.plan import keeps_place, order_generators, own_state, samplers_within, written
@@ -21,9 +27,13 @@ from asyncloader.seeding.sample_context import EpochKey
 log = logging.getLogger("asyncloader")
 
 
-@dataclass
+def nobody() -> None:
+    """Stand for an iterator that nobody was given yet."""
+
+
+@dataclass(eq=False)
 class Checkpointer:
-    """Makes states of one run. Held by its iterator and by the loader.
+    """Makes states of one run, and outlives its iterator. Held by that and by the loader.
 
     Attributes:
         options: The loader's.
@@ -38,6 +48,9 @@ class Checkpointer:
         has_past: The workers of this run had made runs before it.
         num_workers: How many there are now, where their number looks after itself.
         warned: The warnings that the loader has logged about its states, once each.
+        is_resumed: It has begun from a state of the middle of a run.
+        meter: Counts what happens in it; None before it is made.
+        iterator: Refers to its iterator; returns None if that is gone.
     """
 
     options: Options
@@ -52,7 +65,33 @@ class Checkpointer:
     has_past: bool
     num_workers: int | None
     warned: set[str]
+    is_resumed: bool = False
+    meter: Meter | None = None
+    iterator: Callable[[], Any] = nobody
+    _begun_at: float = field(default_factory=perf_counter)
     _described: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def used_at(self) -> float:
+        """When the run began, or has given a batch last."""
+        return self._begun_at if self.meter is None else max(self._begun_at, self.meter.taken_at)
+
+    @property
+    def given(self) -> int:
+        """How many batches the run has given."""
+        progress = self.progress
+        return progress.now.position + len(progress.now.ahead) - progress.began[0]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the run may give another batch."""
+        iterator = self.iterator()
+        return iterator is not None and not (iterator.is_closed or self.progress.end_is_known)
+
+    @property
+    def was_a_look(self) -> bool:
+        """Whether the run was left after a batch, or before it."""
+        return self.given <= 1 and not (self.progress.end_is_known or self.is_alive)
 
     @property
     def base_seed(self) -> int:

@@ -16,11 +16,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
-from time import perf_counter
 from typing import Any
 
-from asyncloader.observe.meter import Meter
-from asyncloader.run.checkpoint import Checkpointer
+from asyncloader.run.checkpoint import Checkpointer, nobody
 
 log = logging.getLogger("asyncloader")
 
@@ -43,51 +41,6 @@ _RESTARTED = (
 )
 
 
-class RunRecord:
-    """A run, as its loader knows it.
-
-    Attributes:
-        checkpointer: Makes its states.
-        is_resumed: It has begun from a state of the middle of a run.
-        meter: Counts what happens in it; None before it is made.
-        iterator: Refers to its iterator; returns None if that is gone.
-    """
-
-    def __init__(self, checkpointer: Checkpointer, *, is_resumed: bool) -> None:
-        self.checkpointer = checkpointer
-        self.is_resumed = is_resumed
-        self.meter: Meter | None = None
-        self.iterator: Callable[[], Any] = _nobody
-        self._begun_at = perf_counter()
-
-    @property
-    def used_at(self) -> float:
-        """When it began, or has given a batch last."""
-        return self._begun_at if self.meter is None else max(self._begun_at, self.meter.taken_at)
-
-    @property
-    def given(self) -> int:
-        """How many batches it has given."""
-        progress = self.checkpointer.progress
-        return progress.now.position + len(progress.now.ahead) - progress.began[0]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether a consumer was told that there are no more batches."""
-        return self.checkpointer.progress.end_is_known
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it may give another batch."""
-        iterator = self.iterator()
-        return iterator is not None and not (iterator.is_closed or self.has_ended)
-
-    @property
-    def was_a_look(self) -> bool:
-        """Whether it was left after a batch, or before it."""
-        return self.given <= 1 and not (self.has_ended or self.is_alive)
-
-
 class CurrentRun:
     """Knows which run is the current one. Used in the threads of consumers; iterators may be dropped in any thread.
 
@@ -99,19 +52,18 @@ class CurrentRun:
     """
 
     def __init__(self, warned: set[str]) -> None:
-        self.records: tuple[RunRecord, ...] = ()
+        self.records: tuple[Checkpointer, ...] = ()
         # References to iterators that were dropped, in this order. Each is put here without a function of ours: what
         # the handler of a signal raises in one, while an object goes, is lost.
         self._dropped: deque[Any] = deque(maxlen=_REMEMBERED)
         self._warned = warned
 
-    def begin(self, checkpointer: Checkpointer, *, is_resumed: bool) -> None:
+    def begin(self, run: Checkpointer) -> None:
         """Note a run that begins."""
-        last = self.record()
-        if last is not None and last.iterator is not _nobody and not last.is_alive:
+        last = self.run()
+        if last is not None and last.iterator is not nobody and not last.is_alive:
             self._warn_if_used_up(last)
-        beside = (each for each in self.records if each.is_alive)
-        self.records = (*beside, RunRecord(checkpointer, is_resumed=is_resumed))
+        self.records = (*(each for each in self.records if each.is_alive), run)
 
     def hand_on(self, iterator: Any) -> None:
         """Note the iterator of the newest run. With persistent workers it had another run before, which is over."""
@@ -123,7 +75,7 @@ class CurrentRun:
                 break
         newest.iterator = weakref.ref(iterator, self._dropped.append)
 
-    def record(self, *, of_state: bool = False) -> RunRecord | None:
+    def run(self, *, of_state: bool = False) -> Checkpointer | None:
         """Return the current run; None before the first one.
 
         Args:
@@ -142,8 +94,8 @@ class CurrentRun:
 
     def warn_of_restart(self) -> None:
         """Warn if the run whose workers are to begin another one has given batches, and has more."""
-        last = self.record()
-        if last is not None and last.given and not last.has_ended and last.iterator() is not None:
+        last = self.run()
+        if last is not None and last.given and not last.progress.end_is_known and last.iterator() is not None:
             self._warn(_RESTARTED, last.given)
 
     def close_all(self) -> None:
@@ -153,22 +105,18 @@ class CurrentRun:
                 iterator.leave()
         self.records = ()
 
-    def _has_outlived(self, record: RunRecord, other: RunRecord) -> bool:
+    def _has_outlived(self, run: Checkpointer, other: Checkpointer) -> bool:
         """Whether the iterator of a run was dropped after that of another one, or may have come to its end after it."""
         dropped = list(self._dropped)
-        if record.iterator not in dropped or other.iterator not in dropped:  # closed, or at its end, some time ago
+        if run.iterator not in dropped or other.iterator not in dropped:  # closed, or at its end, some time ago
             return True
-        return dropped.index(record.iterator) > dropped.index(other.iterator)
+        return dropped.index(run.iterator) > dropped.index(other.iterator)
 
-    def _warn_if_used_up(self, last: RunRecord) -> None:
-        if last.is_resumed and not last.has_ended:
+    def _warn_if_used_up(self, last: Checkpointer) -> None:
+        if last.is_resumed and not last.progress.end_is_known:
             self._warn(_USED_UP, last.given)
 
     def _warn(self, text: str, *counts: int) -> None:
         if text not in self._warned:
             self._warned.add(text)
             log.warning(text, *counts)
-
-
-def _nobody() -> None:
-    """Stand for an iterator that nobody was given yet."""

@@ -135,6 +135,7 @@ def begin(
         has_past=last is not None,
         num_workers=int(options.num_workers) if options.is_auto else None,
         warned=runs.warned,
+        is_resumed=state is not None and not state.is_between_runs,
     )
     runs.begin(checkpointer, state)
     return RunStart(plan, checkpointer, starts)
@@ -150,7 +151,7 @@ def _put_anew(
     if prepare is not None:  # it draws the base seed; so generators are looked at after it
         with Drawing():
             prepare()
-    latest = runs.latest
+    latest = runs.current.run()
     if latest is not None and latest.progress.finished:
         runs.set_epochs.warn_of_same_order(options, latest.sampler_epochs, latest.dataset_epochs)
     at_iter, last = rng.capture(), None if latest is None else latest.sampler_epochs

@@ -75,12 +75,12 @@ class Runs:
         if self.loaded is not None:
             state = copy.deepcopy(self.loaded)
             return replace(state, samplers=since_preload(options().index_sampler, state.samplers))
-        record = self.current.record(of_state=True)
-        if record is None:
+        run = self.current.run(of_state=True)
+        if run is None:
             there = options()
             keys = self.generator_keys.following(self.generators(there), self.begun)
             return initial_state(there, self.begun, keys)
-        return self.state_of(record.checkpointer)
+        return self.state_of(run)
 
     def state_of(self, run: Checkpointer) -> LoaderState:
         """Return a state of a run, with how many runs there were.
@@ -107,15 +107,10 @@ class Runs:
         return SamplerState(None) if not self.past or self._is_sampler_shared else self.past[-1].samplers_after()
 
     @property
-    def latest(self) -> Checkpointer | None:
-        """Makes states of the run that is spoken of."""
-        return None if (record := self.current.record()) is None else record.checkpointer
-
-    @property
     def meter(self) -> Meter | None:
         """Counts what happens in the run that is spoken of; that of the last one, if a state was loaded since."""
-        record = self.current.record()
-        return self._meter if record is None else record.meter
+        run = self.current.run()
+        return self._meter if run is None else run.meter
 
     @meter.setter
     def meter(self, meter: Meter) -> None:
@@ -126,14 +121,14 @@ class Runs:
     @property
     def iterator(self) -> Any:
         """The iterator over the run that is spoken of; None if that is gone, or there is no run."""
-        return None if (record := self.current.record()) is None else record.iterator()
+        return None if (run := self.current.run()) is None else run.iterator()
 
     def begin(self, checkpointer: Checkpointer, state: LoaderState | None) -> None:
         """Note a run that begins, anew or from a state."""
         if state is not None:
             self.past.clear()
         self.begun = max(checkpointer.epoch + 1, 0 if state is None else state.begun)
-        self.current.begin(checkpointer, is_resumed=state is not None and not state.is_between_runs)
+        self.current.begin(checkpointer)
         if not checkpointer.options.is_iterable:
             for run in self.past:
                 if run.progress.asked_alone is None:
@@ -142,14 +137,18 @@ class Runs:
 
     def load(self, state: LoaderState | None, options: Options) -> None:
         """Have the next run begin from a state that fits; None for the very first."""
-        self.loaded = state
         self.note_load(state, options)
+        self.loaded = state
         self.current.close_all()
         self.past.clear()
         self.begun = 0
 
     def note_load(self, state: LoaderState | None, options: Options) -> None:
-        """Note a state that is loaded: what is set from now on, by the trainer, counts in its place."""
+        """Note a state that is loaded: what is set from now on, by the trainer, counts in its place.
+
+        A state that was loaded before it is forgotten.
+        """
+        self.loaded = None
         self.set_epochs.note_load(options)
         self._marks = _marks(order_generators(options), state) if state else []
         self.generator_keys = (
@@ -170,7 +169,7 @@ class Runs:
 
     def number_is_set(self) -> None:
         """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
-        if (latest := self.latest) is not None:
+        if (latest := self.current.run()) is not None:
             latest.num_workers = None
 
     def make_meter(
