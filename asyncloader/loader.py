@@ -299,8 +299,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def batch_keys(self, epoch: int, number: int) -> Any:
         """Return which samples a batch has: the keys that the sampler gives for it.
 
-        Drawn from copies of the samplers and generators: nothing moves, and no data are read. At once for samplers
-        whose order can be looked at anywhere (`ElasticSampler` and those like it); others draw what comes before it.
+        Drawn from copies of the samplers and generators: nothing moves, and no data are read. What comes before the
+        batch is drawn again: about a second for ten million samples.
         Where a sampler draws from global generators, these are put back: call this in the thread that trains.
 
         Args:

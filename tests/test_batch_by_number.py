@@ -6,7 +6,6 @@ run, after a resume in another process (a loader made alike), in any order. What
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import threading
@@ -204,16 +203,6 @@ def test_weights_from_feedback() -> None:
         assert loader.batch_keys(epoch, number) == given[epoch, number]
 
 
-def test_an_epoch_of_a_billion() -> None:
-    """Nothing is drawn that lies before."""
-    many = 1_000_000_000
-    loader = DataLoader(range(many), 32, sampler=ElasticSampler(many, 8, 3))  # type: ignore[arg-type]
-    next(iter(loader))
-    sampler = copy.deepcopy(loader.sampler)
-    sampler.load_state_dict({**loader.sampler.state_dict(), "cursor": 3_000_000 * 32 * 8})  # type: ignore[attr-defined]
-    assert loader.batch_keys(0, 3_000_000) == [*islice(iter(sampler), 32)]
-
-
 class Bad(Plain):
     """Some of its samples cannot be loaded."""
 
@@ -347,19 +336,19 @@ def test_a_dataset_of_this_process_at_another_epoch(options: dict[str, Any]) -> 
 def test_what_is_not_known() -> None:
     """Of what the loader was not iterated over, of what it has forgotten, and what is no number."""
     loader = DataLoader(Plain(), 8)
-    with pytest.raises(IndexError, match="was not iterated over"):
+    with pytest.raises(IndexError, match="nothing is known of epoch 0"):
         loader.batch(0, 0)
     for _ in range(9):
         list(islice(loader, 1))
-    with pytest.raises(IndexError, match=r"knows of epochs \[1, 2, 3, 4, 5, 6, 7, 8\]"):
+    with pytest.raises(IndexError, match="nothing is known of epoch 0"):
         loader.batch_keys(0, 0)
-    with pytest.raises(IndexError, match="is counted from 0"):
+    with pytest.raises(IndexError, match="counted from 0"):
         loader.batch_keys(1, -1)
     assert loader.batch_keys(np.int64(1), torch.tensor(3)) == [*range(24, 32)]  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="number should be an integer"):
         loader.batch(1, 2.5)  # type: ignore[arg-type]
     loader.load_state_dict({})
-    with pytest.raises(IndexError, match="was not iterated over"):
+    with pytest.raises(IndexError, match="nothing is known of epoch 0"):
         loader.batch_keys(0, 0)
 
 

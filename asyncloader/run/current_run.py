@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 

@@ -16,30 +16,26 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler
 
-from asyncloader.epochs import as_number
 from asyncloader.errors import ConfigurationError
 from asyncloader.messages.indices import listed
-from asyncloader.messages.snapshot import Frozen
 from asyncloader.options import Options
 from asyncloader.protocols import SuppliesKeys, is_stateful, members
-from asyncloader.run.checkpoint import Checkpointer, initial_state
+from asyncloader.run.checkpoint import initial_state
 from asyncloader.run.data_rank import data_rank
 from asyncloader.run.fits import check
 from asyncloader.run.inline_iterator import InlineIterator
 from asyncloader.run.plan import samplers_within
-from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
-from asyncloader.run.run_start import Drawn, RunStart, begin
-from asyncloader.run.runs import Runs
+from asyncloader.run.rng_snapshot import DRAW_NOTHING, KNOWN_SAMPLERS
+from asyncloader.run.run_start import Drawn, RunStart, begin, draw_seed
 from asyncloader.run.state import LoaderState
 from asyncloader.run.worker_iterator import WorkerIterator
-from asyncloader.samplers.ordered import OrderedSampler, ResumableSampler
+from asyncloader.samplers.ordered import ResumableSampler, count_of
 from asyncloader.seeding.generators import GLOBAL, left_alone
 from asyncloader.seeding.own_generators import generators_of
 
-_END: Any = object()
-_ROWLESS = (SequentialSampler, RandomSampler, DistributedSampler, BatchSampler, range)
+_ROWLESS = (*DRAW_NOTHING, RandomSampler, range)
 """Samplers without rows of numbers, which could be changed in place without a trace."""
 _OF_THE_RUN = ("collate_fn", "worker_init_fn", "on_error", "seeding", "concurrency", "drop_last", "generator")
 """Options that a batch depends on: they are those of its run, whatever was set since."""
@@ -52,7 +48,7 @@ class Found(NamedTuple):
         twin: A loader like the one that was asked, over copies of its samplers and generators.
         keys: The keys of its samples, or of its one sample without batching.
         first: Number of the first sample in the order of the epoch, where that is known; otherwise 0.
-        seeds: Makes states of the run on copies, which has the seeds.
+        start: How its run has begun on the copies.
         told: The epoch that each of the dataset's listeners had been told when the run began; nothing if it has not
             begun yet.
     """
@@ -60,19 +56,18 @@ class Found(NamedTuple):
     twin: Any
     keys: Any
     first: int
-    seeds: Checkpointer
+    start: RunStart
     told: list[int | None]
 
 
 def keys_of(loader: Any, epoch: int, number: int) -> Any:
     """Return which samples a batch has. See `asyncloader.DataLoader.batch_keys`."""
-    return _find(loader, _whole("epoch", epoch), _whole("number", number)).keys
+    return _find(loader, epoch, number).keys
 
 
 def batch_of(loader: Any, epoch: int, number: int) -> Any:
     """Make a batch again. See `asyncloader.DataLoader.batch`."""
-    number = _whole("number", number)
-    found = _find(loader, _whole("epoch", epoch), number)
+    found = _find(loader, epoch, number)
     _refuse_epoch(loader, found.told)
     state = _of_one_batch(found, number)
     twin, runs = found.twin, found.twin._runs
@@ -92,74 +87,52 @@ def batch_of(loader: Any, epoch: int, number: int) -> Any:
 
 
 def _find(loader: Any, epoch: int, number: int) -> Found:
-    runs: Runs = loader._runs
+    epoch, number = (count_of(name, given, least=None) for name, given in (("epoch", epoch), ("number", number)))
+    if min(epoch, number) < 0:
+        raise IndexError(f"epochs and batches are counted from 0, but got batch {number} of epoch {epoch}")
     twin = copy.copy(loader)
-    _refuse(twin._loader_options(), None)
-    past = _past(runs, epoch)
+    past = next((run for run in reversed((*loader._runs.past,)) if run.epoch == epoch), None)
     if past is not None:
         vars(twin).update((name, getattr(past.options, name)) for name in _OF_THE_RUN)
-    _refuse(twin._loader_options(), past)
-    state = runs.loaded if past is None else past.at_beginning()
-    assert state is not None
+    _refuse(twin._loader_options(), _ROWLESS if past is not None else (*KNOWN_SAMPLERS, list, tuple, range))
+    state: LoaderState | None = loader._runs.loaded if past is None else past.at_beginning()
+    if state is None or state.epoch != epoch:
+        raise IndexError(
+            f"nothing is known of epoch {epoch}: a loader knows of the last 8 runs that it has begun itself, or of the "
+            "one that a loaded state goes on with. Load a state that was saved in that epoch, or at the end of the one "
+            "before."
+        )
     check(state, twin._loader_options())  # what samplers hold may have changed since the state was loaded
-    _copy_samplers(twin)
-    options: Options = twin._loader_options()
     if number < state.position:
         raise IndexError(
             f"batch {number} lies before the state that this run was resumed from, which is of batch "
             f"{state.position}: load one of epoch {epoch} that was saved before it"
         )
+    _copy_samplers(twin)
+    options: Options = twin._loader_options()
+    size = options.batch_size if options.knows_places else 1
+    if size is not None:  # otherwise the batches before it are read one by one, which counts their samples
+        by = number - state.position
+        sample = state.sample if state.sample < 0 else state.sample + size * by
+        state = replace(state, position=number, drawn=state.drawn + by, sample=sample)
     with left_alone(_drawn_from(options)):
-        there = _put(twin, options, state, number)
-        start = _begun(twin, options, there)
-        keys = next(islice(start.plan, number - there.position, None), _END)
-    if keys is _END:
+        start = _begun(twin, options, state)
+        keys = [*islice(start.plan, number - state.position, number - state.position + 1)]
+    if not keys:
         raise IndexError(f"epoch {epoch} has no batch {number}; they are counted from 0")
-    first = start.checkpointer.progress.placed(number, keys).first if options.knows_places else 0
-    return Found(twin, listed(keys), first, start.checkpointer, state.dataset_epochs)
+    first = start.checkpointer.progress.placed(number, keys[0]).first if options.knows_places else 0
+    return Found(twin, listed(keys[0]), first, start, state.dataset_epochs)
 
 
-def _whole(name: str, given: Any) -> int:
-    number = None if isinstance(given, bool) else as_number(given)
-    if number is None:
-        raise ConfigurationError(f"{name} should be an integer, but got {given!r}")
-    if number < 0:
-        raise IndexError(f"{name} is counted from 0, but got {number}")
-    return number
-
-
-def _past(runs: Runs, epoch: int) -> Checkpointer | None:
-    """Return what makes states of a run; None for that which a loaded state goes on with.
-
-    Raises:
-        IndexError: if nothing is known of the run.
-    """
-    if runs.loaded is not None:
-        if (known := [runs.loaded.epoch]) == [epoch]:
-            return None
-    else:
-        past = tuple(runs.past)  # other threads may begin runs
-        for checkpointer in reversed(past):
-            if checkpointer.epoch == epoch:
-                return checkpointer
-        known = sorted({checkpointer.epoch for checkpointer in past})
-    raise IndexError(
-        f"nothing is known of epoch {epoch}: this loader knows of "
-        + (f"epochs {known}" if known else "none, for it was not iterated over")
-        + ". Load a state that was saved in that epoch, or at the end of the one before."
-    )
-
-
-def _refuse(options: Options, past: Checkpointer | None) -> None:
+def _refuse(options: Options, known: tuple[type, ...]) -> None:
     """Say why batches are no function of their number, or why nobody can be sure of their keys, if so.
 
     Args:
         options: The loader's.
-        past: The run; None for that of a loaded state, whose checksums the rows of samplers are compared with.
+        known: Kinds of samplers whose order is known, beside those of this package.
     """
-    samplers = [each for each in samplers_within(options.index_sampler) if not isinstance(each, ResumableSampler)]
-    unknown = [each for each in samplers if type(each) not in (*KNOWN_SAMPLERS, list, tuple, range)]
-    rows = [each for each in samplers if type(each) not in _ROWLESS]
+    samplers = samplers_within(options.index_sampler)
+    unknown = [each for each in samplers if not (type(each) in known or isinstance(each, ResumableSampler))]
     if options.is_iterable:
         why = "an iterable dataset is read from its beginning on"
     elif isinstance(options.dataset, SuppliesKeys):
@@ -173,11 +146,10 @@ def _refuse(options: Options, past: Checkpointer | None) -> None:
         )
     elif unknown:
         why = (
-            f"the order of {type(unknown[0]).__name__} cannot be known again, as it may depend on anything. That of "
-            "torch's samplers is known, and that of asyncloader.samplers"
+            f"the order of {type(unknown[0]).__name__} cannot be known again, as what it draws from, or holds, may "
+            "have changed. That of torch's samplers is known, and that of asyncloader.samplers; where a sampler of "
+            "torch's holds numbers, or is a list, load a state of it, which has their checksum"
         )
-    elif rows and past is not None:
-        why = f"what {type(rows[0]).__name__} holds may have changed since: load a state of it, which says so"
     else:
         return
     raise ConfigurationError(f"batches of this loader cannot be made again by their number: {why}")
@@ -221,36 +193,19 @@ def _drawn_from(options: Options) -> list[Any]:
     return [*GLOBAL, *generators_of(options.dataset, options.collate_fn).values()]
 
 
-def _put(twin: Any, options: Options, state: LoaderState, number: int) -> LoaderState:
-    """Return the state at the batch, where the sampler's order can be looked at anywhere, so that nothing is drawn."""
-    index_sampler, by = options.index_sampler, number - state.position
-    is_wrapped = type(index_sampler) is BatchSampler
-    sampler = index_sampler.sampler if is_wrapped else index_sampler
-    if not isinstance(sampler, OrderedSampler) or state.samplers is None or not by:
-        return state
-    with left_alone((*GLOBAL, *filter(None, [options.generator]))):  # the trainer may have set them for this run
-        next(_begun(twin, options, state).plan, None)  # now its newest iterator is that of this run
-    size = index_sampler.batch_size if is_wrapped else 1
-    after = Frozen({"sampler": sampler.state_after((state.drawn + by) * size), "iterator": None}).plain()
-    there = replace(state, samplers=after, drawn=0, passes=[], finished=False, position=number)
-    return there if state.sample < 0 else replace(there, sample=state.sample + by * size)
-
-
 def _begun(twin: Any, options: Options, state: LoaderState) -> RunStart:
     """Begin a run on the copies from a state. The dataset hears of no epoch: it is not read. No batch is left out."""
-    seed: list[int] = []
+    seeds: list[int] = []
 
-    def draw_seed() -> None:
-        seed.append(int(torch.empty((), dtype=torch.int64).random_(generator=options.generator).item()))
+    def prepare() -> None:
+        seeds.append(draw_seed(options))
 
     def iterate() -> Drawn:
         keys = iter(options.index_sampler)
-        if not seed:
-            draw_seed()
-        return Drawn(keys, seed[0], None)
+        return Drawn(keys, seeds[0] if seeds else draw_seed(options), None)
 
     untold = replace(state, dataset_epochs=[], ahead=[])
-    return begin(options, untold, copy.copy(twin._runs), iterate, prepare=None if options.is_inline else draw_seed)
+    return begin(options, untold, copy.copy(twin._runs), iterate, prepare=None if options.is_inline else prepare)
 
 
 def _of_one_batch(found: Found, number: int) -> LoaderState:
@@ -260,18 +215,13 @@ def _of_one_batch(found: Found, number: int) -> LoaderState:
     vars(twin).update(
         {"batch_sampler": [found.keys]} if options.auto_collation else {"sampler": [found.keys]},
         num_workers=int(options.has_workers),
-        prefetch_factor=1 if options.has_workers else None,
         persistent_workers=False,
         worker_backend="process" if options.provider is not None else twin.worker_backend,  # on this machine
         generator=torch.Generator(),  # its base seed is known, and the trainer's generator is not asked
         seeding_rank=data_rank(options),
-        scheduling="static",
-        max_errors=None,
-        max_workers=None,
-        max_worker_memory=None,
-        trace=None,
+        **dict.fromkeys(("max_errors", "max_workers", "max_worker_memory", "trace")),
     )
-    base_seed, reruns, _ = (seeds := found.seeds).key
-    state = initial_state(twin._loader_options(), seeds.epoch, seeds.generators)
-    begun = replace(state, position=number, sample=found.first, base_seed=base_seed, reruns=reruns)
-    return replace(begun, at_iter="[]")  # no generator is set
+    base_seed, reruns, _ = (run := found.start.checkpointer).key
+    state = initial_state(twin._loader_options(), run.epoch, run.generators)
+    seeded = replace(state, base_seed=base_seed, reruns=reruns, at_iter="[]")  # no generator is set
+    return replace(seeded, position=number, sample=found.first)

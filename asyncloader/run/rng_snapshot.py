@@ -49,9 +49,9 @@ from asyncloader.seeding.generators import (
 )
 from asyncloader.seeding.turns import untouched
 
-_DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
+DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
 DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
-KNOWN_SAMPLERS = (*_DRAW_NOTHING, *DRAW_FROM_TORCH)
+KNOWN_SAMPLERS = (*DRAW_NOTHING, *DRAW_FROM_TORCH)
 """Torch's samplers: to iterate over one moves its generator, if it has one, and nothing else."""
 
 
@@ -74,7 +74,7 @@ class RNGSnapshot:
         generators = [generator or torch.default_generator]
         others = False
         for sampler in samplers:
-            if type(sampler) in _DRAW_NOTHING:
+            if type(sampler) in DRAW_NOTHING:
                 continue
             own = probe(sampler, "generator")
             own = own if isinstance(own, torch.Generator) else torch.default_generator

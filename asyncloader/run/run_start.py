@@ -262,16 +262,16 @@ def _after_seed(options: Options, rng: RNGSnapshot, before: list[Any]) -> list[A
     """Return where the generators were after the base seed was drawn, before which they were in these states."""
     now = rng.capture()
     rng.restore(before)
-    _draw_seed(options)
+    draw_seed(options)
     found = rng.capture()
     rng.restore(now)
     return found
 
 
-def _draw_seed(options: Options) -> None:
-    """Move the generator as torch's iterator does where it draws a base seed."""
+def draw_seed(options: Options) -> int:
+    """Draw a base seed as torch's iterator does."""
     with Drawing():
-        torch.empty((), dtype=torch.int64).random_(generator=options.generator)
+        return int(torch.empty((), dtype=torch.int64).random_(generator=options.generator).item())
 
 
 def _as_saved(
@@ -302,7 +302,7 @@ def _as_saved(
         with Drawing():
             drawn = drawn._replace(keys=iter(options.index_sampler))
         if options.is_inline and not state.keeps_seed:
-            _draw_seed(options)
+            draw_seed(options)
     return drawn
 
 
