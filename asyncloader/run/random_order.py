@@ -1,4 +1,4 @@
-"""torch's RandomSampler, read in pieces: its order and its draws, without a list of the whole.
+"""torch's RandomSampler, read batch by batch: its order and its draws, without a list of the whole.
 
 torch makes a list of its permutation before the first index is there: 40 bytes an index beside the 8 of the tensor. And
 its iterator is a generator, which a Ctrl-C that hits inside ends, and with it the epoch.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count as counter
 from itertools import islice
 from typing import Any, TypeAlias
@@ -16,10 +17,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import RandomSampler
 
-_PIECE = 4096
 _LARGE = 1 << 18
 """To draw a permutation of more takes milliseconds."""
 _RangeIterator = type(iter(range(0)))
@@ -27,7 +26,7 @@ _torch_iter = RandomSampler.__iter__
 
 
 def indices(sampler: Any) -> Iterator[Any]:
-    """Iterate over a sampler; over torch's RandomSampler, where it draws without replacement, in pieces."""
+    """Iterate over a sampler; over torch's RandomSampler, where it draws without replacement, without a list of it."""
     kind = type(sampler)
     if kind is RandomSampler and kind.__iter__ is _torch_iter and not sampler.replacement:
         return RandomOrder(sampler)
@@ -90,11 +89,8 @@ class RandomOrder:
         self._generator: torch.Generator | None = None
         self._length = 0
         self._num_whole = 0  # permutations to be drawn before the last one, of which a part is yielded; then -1
-        self._order = torch.empty(0, dtype=torch.int64)
-        self._at = 0  # in the order: where the next piece begins
-        self._piece: list[int] = []
-        self._numbers = np.empty(0, np.int64)  # the same
-        self._used = 0  # of the piece
+        self._order = np.empty(0, np.int64)
+        self._at = 0  # in the order: the next index
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -106,49 +102,40 @@ class RandomOrder:
 
     def take(self, count: int, pair: Pair | None = None) -> list[int]:
         """Return the next indices; fewer only at the end."""
-        while self._used + count > len(self._piece) and self._read_on():
+        while self._at + count > len(self._order) and self._draw_on():
             pass
-        taken = self._piece[self._used : self._used + count]
+        indices = self._order[self._at : self._at + count]
+        taken: list[int] = indices.tolist()
         if pair is not None:
-            taken = pair(taken, self._numbers[self._used : self._used + count])
-        self._used += len(taken)  # last of all: a call that is interrupted has taken nothing
+            taken = pair(taken, indices)
+        self._at += len(taken)  # last of all: a call that is interrupted has taken nothing
         return taken
 
     def skip(self, count: int) -> int:
         """Leave out the next indices, without looking at them; return how many there were."""
-        left = count - min(count, len(self._piece) - self._used)
-        self._used += count - left
-        while left and self._has_more():
+        left = count
+        while left:
             step = min(left, len(self._order) - self._at)
             self._at += step
             left -= step
+            if left and not self._draw_on():
+                break
         return count - left
 
-    def _read_on(self) -> bool:
-        """Put more indices behind those that are not used yet; return whether there were any."""
-        if not self._has_more():
+    def _draw_on(self) -> bool:
+        """Draw the next permutation, if there is one more."""
+        if self._generator is None:
+            self._begin()
+        if self._num_whole < 0:
             return False
-        more = self._order[self._at : self._at + _PIECE].numpy()
-        numbers = np.concatenate([self._numbers[self._used :], more])
-        self._piece, self._numbers, self._used = numbers.tolist(), numbers, 0
-        self._at += _PIECE
+        if self.draws_apart and self._length > _LARGE and self._sampler.generator is None:
+            raise DrawDue(partial(self._draw_apart, self._num_whole))
+        self._draw()
         return True
 
-    def _has_more(self) -> bool:
-        """Whether there are more indices than those in hand; draws the next permutation if it is its turn."""
-        while self._at >= len(self._order):
-            if self._generator is None:
-                self._begin()
-            if self._num_whole < 0:
-                return False
-            if self.draws_apart and self._length > _LARGE and self._sampler.generator is None:
-                raise DrawDue(self._draw_apart)
-            self._draw()
-        return True
-
-    def _draw_apart(self) -> None:
+    def _draw_apart(self, num_whole: int) -> None:
         with self._drawing:
-            if self._at >= len(self._order) and self._num_whole >= 0:
+            if self._num_whole == num_whole:
                 self._draw()
 
     def _begin(self) -> None:
@@ -168,16 +155,17 @@ class RandomOrder:
             raise
 
     def _draw(self) -> None:
-        """Draw the next permutation. A Ctrl-C in here puts the generator back: the next call draws the same one."""
+        """Put the next permutation behind what is left. A Ctrl-C in here puts the generator back, to draw it again."""
         assert self._generator is not None
         before = self._generator.get_state()
         try:
             rest = self._length if self._num_whole else self._sampler.num_samples % self._length
+            order = self._order[self._at :]
             # torch draws the last one also where nothing of it is yielded, which a generator of the user's shows.
             if rest or self._sampler.generator is not None:
-                order: Tensor = torch.randperm(self._length, generator=self._generator)[:rest]
-                self._order, self._at = order, 0
-            self._num_whole -= 1
+                drawn = torch.randperm(self._length, generator=self._generator)[:rest].numpy()
+                order = np.concatenate([order, drawn]) if len(order) else drawn
+            self._order, self._at, self._num_whole = order, 0, self._num_whole - 1
         except BaseException:
             self._generator.set_state(before)
             raise

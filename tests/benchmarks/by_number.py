@@ -2,8 +2,8 @@
 
 An epoch of 10,000,000 samples (--quick: the same) dealt out to 8 ranks, in batches of 32; a batch from its middle:
 
-- keys: `loader.batch_keys(epoch, number)`: which samples it has, by `ElasticSampler` and by torch's RandomSampler, which
-  both draw again what lies before it.
+- keys: `loader.batch_keys(epoch, number)`: which samples it has, by `ElasticSampler` and by torch's RandomSampler. Both
+  draw again what lies before it.
 - batch: `loader.batch(epoch, number)`, of samples that cost nothing, so that all of it is beside making them: in the
   trainer's process, and in a worker that is started for it.
 - on from a state: the only way without it, where a run is resumed at the nearest state, here 1,000 batches before, and
@@ -18,8 +18,8 @@ Found on two cores at 2.5 GHz:
     batch, in a worker                   870        393     1040
     on from a state, 1,000 batches       780        297     1462
 
-That was beside seven other busy programs; a quiet machine takes about a third. What lies before the batch is drawn again:
-in these, 620,000 indices of one rank in eight, and 5,000,000 of torch's sampler.
+That was beside seven other busy programs. What lies before the batch is drawn again: 620,000 indices of one rank in
+eight, and 5,000,000 of torch's sampler.
 """
 
 from __future__ import annotations
