@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -26,15 +26,11 @@ class HandlersWait:
     """Lets Python's handlers of signals wait, in the main thread; in other threads, where none is called, does nothing.
 
     Signals that came meanwhile are raised again at the end. So is what the handlers raise.
-
-    Args:
-        again: Is given the number of each signal that came, at the end.
     """
 
-    __slots__ = ("_again", "_came", "_error", "_handlers", "_stand_in", "_thread")
+    __slots__ = ("_came", "_error", "_handlers", "_stand_in", "_thread")
 
-    def __init__(self, again: Callable[[int], object] = signal.raise_signal) -> None:
-        self._again = again
+    def __init__(self) -> None:
         self._handlers: list[tuple[int, Any]] = []
         self._came: list[int] = []
         self._error: BaseException | None = None
@@ -73,7 +69,7 @@ class HandlersWait:
                 while self._came:
                     number = self._came[0]
                     del self._came[0]
-                    self._again(number)
+                    signal.raise_signal(number)
             except BaseException as error:
                 error.__context__ = self._error
                 self._error = error

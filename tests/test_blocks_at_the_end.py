@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -261,42 +260,4 @@ def test_a_block_that_lasts_does_not_hold_up_a_drop_for_ever(
     del iterator
     assert "A sample_seed() block has had the global random generators" in caplog.text
     data.seeded.set()
-    inside.until_engines_end()
-
-
-class PreemptedError(Exception):
-    """What a handler of a signal raises."""
-
-
-def test_a_signal_during_the_wait_is_handled_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its handler raises out of the callback of a weak reference would be lost."""
-    waits = threading.Event()
-    wait_ended = turns.wait_ended
-
-    def waited() -> None:
-        waits.set()
-        wait_ended()
-
-    class Signalling(Blocks):
-        def stay(self) -> None:
-            assert waits.wait(30)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-
-    def preempt(number: int, frame: Any) -> None:
-        handled.append(number)
-        raise PreemptedError
-
-    handled: list[int] = []
-    monkeypatch.setattr(turns, "wait_ended", waited)
-    before = signal.signal(signal.SIGUSR1, preempt)
-    try:
-        data = Signalling(slow=2)
-        iterator = iter(DataLoader(data, 2, seeding="sample", num_workers=1, worker_backend="thread"))
-        assert data.inside.wait(30)
-        with pytest.raises(PreemptedError):
-            del iterator
-            threading.Event().wait(30)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert handled == [signal.SIGUSR1]
     inside.until_engines_end()

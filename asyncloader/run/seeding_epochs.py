@@ -7,20 +7,12 @@ A trainer may seed the generators after a ``break``. No sample of the epoch that
 
 from __future__ import annotations
 
-import queue
-import signal
 import sys
-import threading
 import weakref
-from functools import partial
 
-from asyncloader import threads
 from asyncloader.seeding import turns
 from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.signals import HandlersWait
-
-_ends: dict[weakref.ref[object], weakref.ref[object]] = {}
-"""Of iterators that are there. Not in what they refer to: a weak reference that goes with its object calls nothing."""
 
 
 class SeedingEpochs:
@@ -51,30 +43,12 @@ class SeedingEpochs:
         self._keys[:] = [each for each in self._keys if not each.is_over]
 
     def end_with(self, iterator: object) -> None:
-        """End all epochs when this is dropped, and wait as `end` does.
-
-        An exception of a signal's handler in the callback of a weak reference would be printed and forgotten. So
-        handlers do not run while this one waits: a thread raises the signals once more when the iterator's callbacks
-        are over. The thread learns of that by the other callback, a method of C, which comes later because it was made
-        before.
-        """
-        is_over: queue.SimpleQueue[object] = queue.SimpleQueue()
-        last = weakref.ref(iterator, is_over.put)
-        _ends[weakref.ref(iterator, partial(_on_dropped, self._keys, is_over))] = last
+        """End all epochs when this is dropped, and wait as `end` does."""
+        weakref.finalize(iterator, _end_dropped, self._keys).atexit = False
 
 
-def _on_dropped(keys: list[EpochKey], is_over: queue.SimpleQueue[object], dropped: weakref.ref[object]) -> None:
-    del _ends[dropped]
-    if not turns.end(keys) or sys.is_finalizing():
-        return
-    came: list[int] = []
-    with HandlersWait(came.append):
-        turns.wait_ended()
-    if came:
-        threads.start(partial(_raise_again, came, is_over), "asyncloader signals")
-
-
-def _raise_again(numbers: list[int], is_over: queue.SimpleQueue[object]) -> None:
-    is_over.get()
-    for number in numbers:  # to the thread that handles them, which may wait for something by now
-        signal.pthread_kill(threading.main_thread().ident or 0, number)
+def _end_dropped(keys: list[EpochKey]) -> None:
+    # Handlers of signals run when the wait is over: an exception of theirs would end it, and is lost in a finalizer.
+    if turns.end(keys) and not sys.is_finalizing():
+        with HandlersWait():
+            turns.wait_ended()
