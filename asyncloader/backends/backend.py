@@ -1,7 +1,7 @@
 """Where workers run, as the engine sees it.
 
     engine ── start, send, add, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop; others
-            <── on_ready, on_outcome, ... ──
+            <── on_ready, on_outcomes, ... ──
 
 All of it happens on the loop thread, but for `wait_dead` and a `Launch`, which any thread may carry out.
 """
@@ -18,6 +18,9 @@ from asyncloader.messages.outcome import Outcome
 Launch: TypeAlias = Callable[[], None]
 """Makes a process: a copy, if it is forked, of the thread that calls it."""
 
+Came: TypeAlias = tuple[Outcome, float, float]
+"""The outcome of a ticket, and when it began to be read, and had been read."""
+
 END_GRACE_S = 3.0
 """Workers that were told to end get this long, then they are killed. Seconds."""
 
@@ -28,8 +31,8 @@ class Listener(Protocol):
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset. If it has no part in the run yet, it has from now on."""
 
-    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        """The outcome of a ticket has come, and began to be read at this time."""
+    def on_outcomes(self, worker: int, came: Sequence[Came]) -> None:
+        """Outcomes of tickets of this worker have come, with one read of its channel: one at least."""
 
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker ended on its own: what it was at may be to blame, and another is put in its place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 from asyncloader.backends.backend import Listener
@@ -67,7 +68,7 @@ class BasePool(Generic[AnyWorker]):
             return
         if kind in OUTCOMES:
             if contents.record.epoch == self._epoch.number:
-                listener.on_outcome(worker.worker_id, contents, arrived_at)
+                listener.on_outcomes(worker.worker_id, [(contents, arrived_at, perf_counter())])
         elif kind == Kind.READY:
             worker.is_ready = True
             listener.on_ready(worker.worker_id)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 
-@dataclass(slots=True)
+@dataclass
 class Ticket:
     """A batch to do.
 
@@ -24,9 +24,9 @@ class Ticket:
     keys: Any
     worker: int = -1
     tries: int = 0
-    is_suspect: bool = False
-    sent_at: float = 0.0  # the engine's note; no decision depends on it
-    is_prompt: bool = False  # sent to an idle worker as soon as it was idle: its wait is the channel's latency
+    is_suspect: bool = field(default=False, init=False)
+    sent_at: float = field(default=0.0, init=False)  # the engine's note; no decision depends on it
+    is_prompt: bool = field(default=False, init=False)  # sent to an idle worker at once: its wait is the latency
 
 
 Cause: TypeAlias = Callable[[Sequence[Ticket]], Exception]

@@ -19,25 +19,26 @@ class Arrivals:
         plan: An iterator over keys; a `Plan` says whether its keys arrive as time goes by.
 
     Attributes:
+        plan: Whose keys arrive; None if they are always there.
         are_awaited: The run has asked, and was not told yet; it sets this back when it is.
     """
 
     def __init__(self, run: Any, plan: Any) -> None:
         self.are_awaited = False
-        self._plan = plan if getattr(plan, "arrives", False) else None
+        self.plan = plan if getattr(plan, "arrives", False) else None
         self._tell = while_alive(run.keys_came, None)
 
     def leave(self) -> None:
         """Ask for no more keys. In any thread."""
-        if self._plan is not None:
-            self._plan.leave()
+        if self.plan is not None:
+            self.plan.leave()
 
     def must_wait(self) -> bool:
         """Whether the next keys are still to arrive. Then the run is told of them: perhaps in here already."""
-        while self._plan is not None and not self.are_awaited:
+        while self.plan is not None and not self.are_awaited:
             has_come = self.are_awaited = True
             try:
-                has_come = not self._plan.awaits(self._tell)
+                has_come = not self.plan.awaits(self._tell)
             finally:
                 if has_come:
                     self.are_awaited = False

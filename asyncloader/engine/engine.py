@@ -2,7 +2,7 @@
 
     consumer thread                               loop thread
     read the sampler ──> inbox ── wake ────────── planned ──> Scheduler ──> outbox ──> Backend ──> worker
-    take a batch    <── Handoff <── delivered <── Scheduler <── returned, ready <── on_outcome <── worker
+    take a batch    <── Handoff <── delivered <── Scheduler <── returned, ready <── on_outcomes <── worker
 
 Three deciders without I/O say what is done: `Scheduler` about tickets and order, of one run; `Workforce` which workers
 come, go and are renewed; `Recovery` what becomes of those that died or hang. Under "auto", `Controller` says how many
@@ -26,13 +26,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Any
 
-from asyncloader.backends.backend import END_GRACE_S, Backend
+from asyncloader.backends.backend import END_GRACE_S, Backend, Came
 from asyncloader.backends.worker import Worker
 from asyncloader.engine import hang_report
 from asyncloader.engine.actions import Action, Fail, Ticket, Vacate
@@ -67,6 +66,8 @@ _WORKER_BYTES = 256 << 20
 
 _consumers: dict[Engine, weakref.ref[object] | None] = {}
 """The iterators that engines end with, until they begin to close. In a forked child there are none."""
+
+_new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
 class State(enum.Enum):
@@ -316,7 +317,8 @@ class Engine:
         batches, plan_ended = self.run.read_inbox()
         if not self._is_at_work:
             return
-        self.run.scheduler.planned(batches)
+        if batches:
+            self.run.scheduler.planned(batches)
         if plan_ended:
             self.run.scheduler.plan_ended()
         if not self._is_settling:
@@ -365,57 +367,63 @@ class Engine:
         self._carry_out(self.workforce.settle(run.scheduler.roster, processes))
         self._renew_grown()
 
-    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        """The outcome of a ticket has come, and began to be read at this time."""
-        if self.state is not State.OPEN or self.error is not None:
+    def on_outcomes(self, worker: int, came: Sequence[Came]) -> None:
+        """Outcomes of tickets of this worker have come, with one read of its channel."""
+        if not self._is_at_work:
             return
-        kind = outcome.kind
-        if kind == Kind.EXHAUSTED:
-            if isinstance(outcome.snapshot, Frozen):
-                self.run.ends[worker] = outcome.snapshot
-            self.run.scheduler.exhausted(worker)
-        elif kind == Kind.REFUSED:
-            self._refuse(worker, outcome.record.ticket, outcome.error.rebuild(None), "cannot be unpickled in")
-        else:
-            self._made(worker, outcome, arrived_at)
+        run, scheduler, records = self.run, self.run.scheduler, []
+        for outcome, arrived_at, read_at in came:
+            kind, record = outcome.kind, outcome.record
+            if kind == Kind.EXHAUSTED or kind == Kind.REFUSED:
+                self._on_not_made(worker, outcome)
+                continue
+            ticket = scheduler.returned(worker, record.ticket)
+            if kind == Kind.BATCH:
+                nbytes = max(outcome.nbytes, 0)
+                row = [*record, worker, ticket.batch, nbytes, ticket.sent_at, arrived_at, read_at, 0.0, read_at]
+                records.append(record)
+            else:
+                row, outcome = None, run.rebuilt(outcome, ticket)
+            item = _new(Item, (outcome, ticket.batch, worker, row, -1, None, True))
+            if run.tracks:
+                item = run.answered(item, ticket)
+            if row is not None and self._finisher is None:
+                scheduler.ready(ticket.batch, item, outcome.nbytes)
+            else:
+                self._came(ticket, item)
+        if records:
+            run.meter.made(worker, records)
+            scheduler.measured(worker, ticket, records[-1], outcome.nbytes)
         if self.workforce.most_in_hand is not None:
-            has_grown = self.workforce.has_grown(worker, outcome.record.private_bytes)
-            if has_grown and not self.run.plan_ended:  # what is left then is not worth a new process: the next run is
+            has_grown = self.workforce.has_grown(worker, record.private_bytes)
+            if has_grown and not run.plan_ended:  # what is left then is not worth a new process: the next run is
                 self._renew_grown()
-        if not self._is_settling:  # it is the first of this turn
+        if not self._is_settling:  # it is the first read of this turn of the loop
             self._heard_at = arrived_at
             self.recovery.reset()
             if arrived_at >= self._due:
                 self._look_how_many(arrived_at)
             self._settle_soon()
 
-    def _made(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        """Take what a worker has made of a ticket."""
-        run, record = self.run, outcome.record
-        ticket = run.scheduler.returned(worker, record.ticket, record.busy_s, record.wait_s)
-        times: Any = None
-        if outcome.kind == Kind.BATCH:
-            times = run.meter.made(worker, record, ticket.sent_at, arrived_at, max(outcome.nbytes, 0), ticket.batch)
-        elif outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
-            keys = None if run.is_stream else run.named(ticket).keys  # a stream has no indices
-            outcome = outcome._replace(error=outcome.error.rebuild(keys))
-        item = Item(outcome, ticket.batch, worker, times)
-        if run.tracks:
-            item = run.answered(item, ticket)
-        self._came(ticket, item)
+    def _on_not_made(self, worker: int, outcome: Outcome) -> None:
+        """A worker has made nothing of a ticket: its data have ended, or the keys have not come out of their pickle."""
+        if outcome.kind == Kind.REFUSED:
+            self._refuse(worker, outcome.record.ticket, outcome.error.rebuild(None), "cannot be unpickled in")
+            return
+        if isinstance(outcome.snapshot, Frozen):
+            self.run.ends[worker] = outcome.snapshot
+        self.run.scheduler.exhausted(worker)
 
     def _came(self, ticket: Ticket, item: Item) -> None:
         """Have the outcome of a ticket handed over when its turn has come; a batch may have to be pinned before."""
         run, outcome = self.run, item.outcome
-        if outcome.kind != Kind.BATCH:
-            if outcome.kind == Kind.LEFT_OUT:
-                run.faults.left_out.append(run.named(ticket).keys)
-            run.scheduler.ready(item.batch, item)
-        elif self._finisher is None:
-            run.scheduler.ready(item.batch, item, outcome.nbytes)
-        else:
+        if outcome.kind == Kind.BATCH and self._finisher is not None:
             emptied = item._replace(outcome=outcome._replace(data=None))
             self._finisher.finish([outcome], partial(self._on_finished, run, emptied))
+            return
+        if outcome.kind == Kind.LEFT_OUT:
+            run.faults.left_out.append(run.named(ticket).keys)
+        run.scheduler.ready(item.batch, item)
 
     def _on_finished(
         self, run: Run, item: Item, outcome: Outcome | None, error: BaseException | None, seconds: float
@@ -423,7 +431,8 @@ class Engine:
         """Take a batch that was pinned beside the loop; ``item`` is without its data."""
         if run is not self.run or self.state is not State.OPEN:
             return
-        run.meter.pinned(item.times, seconds)
+        assert item.row is not None
+        item.row[-2:] = seconds, perf_counter()  # how long it took, and when nothing was left to be done
         if outcome is None:
             outcome = item.outcome._replace(kind=Kind.FAILURE, error=error)
         run.scheduler.ready(item.batch, item._replace(outcome=outcome), outcome.nbytes)
@@ -462,14 +471,14 @@ class Engine:
             for ticket in tickets:
                 ticket.sent_at = ticket.sent_at or now
             if (place := places.get(worker)) is None or not place.is_alive:
-                continue
+                continue  # they keep the time: nothing but their worker is waited for
             room = len(tickets) if most is None else max(0, most - (len(in_flight[worker]) - len(tickets)))
             if room < len(tickets):
                 outbox[worker] = tickets[room:]
             else:
                 del outbox[worker]
-            if contents := [run.given(worker, ticket) for ticket in tickets[:room]]:
-                for number, error in self.pool.send(worker, contents):
+            if room:
+                for number, error in self.pool.send(worker, run.given(worker, tickets[:room])):
                     self._refuse(worker, number, error)
                     self._settle_soon()
 
@@ -520,7 +529,7 @@ class Engine:
         if now >= controller.due:
             run, here, before = self.run, len(self.workforce.wanted), controller.num_workers
             stats = run.meter.stats()
-            controller.observe(now, run.scheduler.roster.num_takers, stats)
+            controller.observe(now, len(run.scheduler.roster.takers), stats)
             if (more := controller.num_workers - here) > 0:
                 each = max([_WORKER_BYTES, *(worker.private_bytes for worker in stats.workers.each)])
                 room = available_bytes() - total_bytes() // 20

@@ -15,7 +15,7 @@ class Item(NamedTuple):
         outcome: A batch, what was raised in its place, or nothing, but the place in the window is free.
         batch: Number of the batch in the plan; -1 beside the order.
         worker: The worker that has answered the ticket; -1 for none.
-        times: Times of a batch, for the meter.
+        row: The beginning of a batch's row of numbers for the figures: see `asyncloader.observe.record.ROW`.
         in_stream: Number of the batch in the stream of its worker.
         keys: Where they may be needed to make the batch again.
         counts: The item is in order, and frees a place in the window.
@@ -24,7 +24,7 @@ class Item(NamedTuple):
     outcome: Outcome
     batch: int = -1
     worker: int = -1
-    times: Any = None
+    row: list[float] | None = None
     in_stream: int = -1
     keys: Any = None
     counts: bool = True

@@ -16,7 +16,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -27,16 +27,19 @@ from asyncloader.engine.arrivals import Arrivals
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.item import Item, failed
-from asyncloader.engine.progress import Progress
+from asyncloader.engine.progress import Place, Progress
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track, make_tracks
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.failure import another
 from asyncloader.messages.messages import EpochSpec, Kind
+from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Frozen, WorkerStart
 from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
 from asyncloader.protocols import namer
+
+_new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
 class Run:
@@ -54,7 +57,8 @@ class Run:
     Attributes:
         limit: Counts bad samples.
         taken: How many batches of the plan were taken, those before the run included.
-        inbox: Keys that were read, for the loop thread.
+        inbox: Keys that were read, for the loop thread. Consumers append; the loop thread takes from its front, each by
+            one step that the other cannot be in the middle of.
         plan_ended: The sampler has no more keys behind these.
         handoff: Items that consumers can take.
         all_taken: All items were taken, and whoever takes was told so: what `close` drops was not taken.
@@ -95,12 +99,13 @@ class Run:
         self.error: BaseException | None = None
         self._raised_in: weakref.WeakSet[Any] = weakref.WeakSet()  # consumers that have raised it
 
-        self.inbox: deque[Any] = deque()
+        self.inbox: list[Any] = []
         self.plan_ended = False
         self._planned = self.taken
         self._plan = plan
         self._arrivals = Arrivals(self, plan)
         self._is_left = False
+        self._is_plain = progress.in_order and progress.now.tracks is None and not progress.now.ahead  # see `count`
         self._plan_error: Exception | None = None
         # The figures as consumers and statistics were last told of them.
         self._followed = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
@@ -151,40 +156,42 @@ class Run:
             self.count(item)
         return None
 
-    def read_for(self, item: Item) -> None:
-        """Read the sampler on by what an item frees that is about to be given."""
-        with self._lock:
-            if self._taker != threading.get_ident():
-                self._note_taker()
-            if item.counts:
-                self._read(self._window_end() + 1)
-
-    def note(self, item: Item, asked_at: float, came_at: float) -> None:
-        """Count, for the figures, an item that is about to be given.
+    def read_for(self, item: Item, asked_at: float, came_at: float) -> None:
+        """Read the sampler on by what an item frees that is about to be given, and count it for the figures.
 
         Args:
             item: The item.
             asked_at: Since when the consumer has waited; 0.0 if it has just come.
             came_at: Since when it need not wait.
         """
+        scheduler = self.scheduler
+        if self._taker != threading.get_ident():
+            self._note_taker()
+        if item.counts:
+            with self._lock:
+                self._read(scheduler.window + self.taken + scheduler.void_count + 1)
         if item.outcome.kind == Kind.FAILURE:
             self.faults.errors += 1
-        elif item.times is not None:
-            used = self._planned - self.taken - item.counts - self.scheduler.void_count
-            self.meter.took(asked_at, came_at, item.times, used, len(self.handoff.ready) - 1)
+        elif (row := item.row) is not None:
+            ahead = self._planned - self.taken - scheduler.void_count - 1
+            self.meter.took(asked_at, came_at, row, ahead, len(self.handoff.ready) - 1)
 
     def count(self, item: Item) -> None:
         """Count the first item: the consumer has it now."""
         progress, ready, outcome = self.progress, self.handoff.ready, item.outcome
-        after = progress.now.after(
-            item.batch,
-            item.worker,
-            item.in_stream,
-            outcome.snapshot,
-            item.keys,
-            len(outcome.bad),
-            in_order=progress.in_order,
-        )
+        after = progress.now
+        if self._is_plain and item.counts and not outcome.bad:  # of most runs, only the position changes
+            after = _new(Place, (item.batch + 1, *after[1:]))
+        else:
+            after = after.after(
+                item.batch,
+                item.worker,
+                item.in_stream,
+                outcome.snapshot,
+                item.keys,
+                len(outcome.bad),
+                in_order=progress.in_order,
+            )
         # From here on nothing is called: neither can a signal's handler run, nor another thread.
         progress.now = after
         self.taken += item.counts
@@ -273,39 +280,38 @@ class Run:
         consumer that finds its batches ready.
         """
         while self._planned < until and not self.plan_ended and self._plan_error is None:
-            # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
-            for keys, error in self._read_one():
-                if error is None:
-                    self._planned += 1
-                    self.inbox.append(keys)
-                else:
-                    self._plan_error = error
+            planned = self._planned
+            for self._plan_error in self._read_one():  # noqa: B020 - an attribute of ours
                 break
-            else:
-                if not self.plan_ended:
-                    break
+            if self._planned == planned:
+                break
+            if not self._wake_posted:
+                self._wake()
+        if not self._wake_posted:  # at the end, and if an interrupted call has come to less
             self._wake()
-        self._wake()  # an interrupted call may have come to less
 
-    def _read_one(self) -> Iterator[tuple[Any, Exception | None]]:
-        """Give the next keys, or what the sampler raises; nothing if they have to be waited for, or at the end.
+    def _read_one(self) -> Iterator[Exception]:
+        """Put the next keys into the inbox, unless they have to be waited for, or there are none; give what is raised.
 
         The frame of a generator that has yielded has no caller. So the traceback of the error ends here: with frames of
         the consumer in it, an error that waits for its turn would keep the consumer's iterator alive, and its workers.
         """
         try:
-            if self._arrivals.must_wait():
+            if self._arrivals.plan is not None and self._arrivals.must_wait():
                 return
+            # Not `next`: an interrupt between its end and the assignment would lose what it has returned. From there to
+            # the end of `append`, nothing looks for signals: keys are in the inbox, and counted, or neither.
             for keys in self._plan:
-                yield keys, None
+                self._planned += 1
+                self.inbox.append(keys)
                 return
             self.plan_ended = True
         except Exception as error:
-            yield None, error
+            yield error
 
     def _wake(self) -> None:
-        """Have the loop thread look into the inbox, if there is something new and it is not about to."""
-        if not self._wake_posted and (self.inbox or self.plan_ended is not self._end_known):
+        """Have the loop thread look into the inbox, if there is something new. It is not about to."""
+        if self.inbox or self.plan_ended is not self._end_known:
             try:
                 self._wake_posted = True
                 self._wake_loop()
@@ -336,9 +342,10 @@ class Run:
         # Cleared before the inbox is read: what is read in between posts one wake-up too many, never one too few.
         self._wake_posted = False
         self._end_known = plan_ended = self.plan_ended
-        batches = []
-        while self.inbox:
-            batches.append(self.inbox.popleft())
+        inbox = self.inbox
+        # A consumer may append between these two, behind what is taken here.
+        batches = inbox[:]
+        del inbox[: len(batches)]
         return batches, plan_ended
 
     def close(self) -> None:
@@ -363,12 +370,20 @@ class Run:
         """Return where another worker would begin; None where workers have no place in the data."""
         return self.tracks[worker].start if self.tracks else None
 
-    def given(self, worker: int, ticket: Ticket) -> tuple[int, Any]:
-        """Note that a worker is sent a ticket; return what it is to know of that."""
-        self.faults.retries += ticket.tries > 0
-        if self.tracks and isinstance(track := self.tracks.get(worker), Track):
-            track.given(ticket.batch)
-        return ticket.batch, self.progress.placed(ticket.batch, ticket.keys)
+    def given(self, worker: int, tickets: Sequence[Ticket]) -> list[tuple[int, Any]]:
+        """Note that a worker is sent tickets; return what it is to know of them."""
+        progress, track = self.progress, self.tracks.get(worker)
+        contents = []
+        for ticket in tickets:
+            keys = ticket.keys
+            if ticket.tries:
+                self.faults.retries += 1
+            if isinstance(track, Track):
+                track.given(ticket.batch)
+            if progress.knows_places:
+                keys = progress.placed(ticket.batch, keys)
+            contents.append((ticket.batch, keys))
+        return contents
 
     def answered(self, item: Item, ticket: Ticket) -> Item:
         """Note that a worker has answered a ticket, which decides where a replacement would begin."""
@@ -377,6 +392,13 @@ class Run:
         place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
         keys = None if self.is_stream else self.progress.placed(ticket.batch, ticket.keys)
         return item._replace(in_stream=self.tracks[item.worker].answered(item.batch, place, keys), keys=keys)
+
+    def rebuilt(self, outcome: Outcome, ticket: Ticket) -> Outcome:
+        """Return an outcome that is no batch with its error as it is to be raised, if it has one."""
+        if outcome.kind != Kind.FAILURE or isinstance(outcome.error, BaseException):
+            return outcome
+        keys = None if self.is_stream else self.named(ticket).keys  # a stream has no indices
+        return outcome._replace(error=outcome.error.rebuild(keys))
 
     def named(self, ticket: Ticket) -> Ticket:
         """Return the ticket for a message: with what its samples are called in place of their keys."""
@@ -402,8 +424,8 @@ class Run:
         # Taken out first: if a wake-up raises, the run ends, and nothing may be handed over a second time by then.
         delivered, self.scheduler.delivered = self.scheduler.delivered, []
         for item in delivered:
-            if item.times is not None:
-                item.times.ready_at = now
+            if item.row is not None:
+                item.row.append(now)
         if delivered:
             handoff.ready.extend(delivered)
             handoff.wake()

@@ -19,8 +19,9 @@ _MOST_DEPTH = 100
 # Where waiting for the channel takes a smaller share than this of a worker's time, it gets one ticket at a time.
 _LATENCY_SHARE = 0.05
 _LATENCY_GUESS_S = 0.0003
-# The cost of a parked batch beyond its data. Bounds run-ahead over batches of a few bytes.
-_BATCH_OVERHEAD_BYTES = 4096
+BATCH_OVERHEAD_BYTES = 4096
+"""The cost of a parked batch beyond its data. Bounds run-ahead over batches of a few bytes."""
+
 # Further than so many batches a worker nobody runs ahead, whatever they are thought to weigh.
 _MOST_AHEAD = 256
 
@@ -82,16 +83,13 @@ class RunAhead:
             self._decide()
         return self._overlapping or max(_LEAST_DEPTH, self._depth // 2)
 
-    def sized(self, nbytes: int) -> int:
-        """Note the size of an outcome, as `Scheduler.ready` is told it; return what it weighs."""
-        if nbytes <= 0:  # what is void, and an exception, tells nothing about the size of batches
-            self._is_bounded &= nbytes == 0
-            self.is_possible &= self._is_bounded
-            return _BATCH_OVERHEAD_BYTES
-        weight, mean = nbytes + _BATCH_OVERHEAD_BYTES, self._mean_bytes
-        self._mean_bytes = weight if mean is None else mean + 0.2 * (weight - mean)
-        self.is_possible = self._is_bounded
-        return weight
+    def sized(self, nbytes: int) -> None:
+        """Note the size of a batch; 0 of what is none says nothing, less than 0 that sizes are unknown."""
+        self._is_bounded &= nbytes >= 0
+        if nbytes > 0:
+            weight, mean = nbytes + BATCH_OVERHEAD_BYTES, self._mean_bytes
+            self._mean_bytes = weight if mean is None else mean + 0.2 * (weight - mean)
+        self.is_possible = self._is_bounded and self._mean_bytes is not None
 
     def window(self, num_workers: int, prefetch_factor: int, asked: int) -> int:
         """Return how many batches may be in flight or waiting with so many workers.

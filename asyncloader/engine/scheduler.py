@@ -11,8 +11,7 @@ has its ticket), *parked* (its outcome is here, but an earlier batch is missing)
 iterable dataset ended before it, or its error was handed over at once).
 
 Workers come and go, for map-style datasets: `joined` takes one in, `leaving` lets one finish what it has in hand, and
-`lost` has others do the tickets of a worker that is gone through no fault of its batches. A batch costs the same here
-with two workers and with thousands (:mod:`asyncloader.engine.roster`).
+`lost` has others do the tickets of a worker that is gone through no fault of its batches.
 
 The engine reports events by method calls, as many as have come at a time, and then has tickets given out by one
 `assign`. It empties `outbox` and `delivered`, and carries out the actions that are returned. Only the scheduler
@@ -22,13 +21,15 @@ knows order, window and retries. All calls come from one loop thread; in the tes
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
 from asyncloader.engine.actions import VOID, Action, Cause, Fail, Ticket, Vacate
 from asyncloader.engine.roster import Roster
-from asyncloader.engine.run_ahead import RunAhead
+from asyncloader.engine.run_ahead import BATCH_OVERHEAD_BYTES, RunAhead
+from asyncloader.observe.record import Record
 from asyncloader.options import Options
 
 _batch = attrgetter("batch")
@@ -52,6 +53,7 @@ class Scheduler:
         delivered: Batches whose turn has come, or errors in their places, for the consumer.
         outbox: By worker, tickets that it has been given, and was not sent yet.
         roster: The workers, with `in_flight`, their tickets, and `active`, those that take tickets or still have some.
+        run_ahead: Is told what batches take, and how large they are.
         resting: Workers without a process for a moment.
         planned_count: Batches that were read, those before the run included.
         gone_count: Batches that were delivered or are void; in order this is the number of the awaited batch.
@@ -72,28 +74,31 @@ class Scheduler:
         self._window_asked = max(num_workers, options.num_workers) * self._prefetch
         self._static = options.scheduling == "static" or options.is_iterable
         self._in_order = options.in_order
+        self._by_turns = self._static and options.in_order
         self._overlaps = options.tickets_at_once > 0
         self.roster = Roster(num_workers, first if next_worker is None else next_worker)
         self.in_flight, self.active = self.roster.in_flight, self.roster.active
         self.resting: set[int] = set()
         self.delivered: list[Any] = []
-        self.outbox: dict[int, list[Ticket]] = {}
+        self.outbox: defaultdict[int, list[Ticket]] = defaultdict(list)
         self._idle: set[int] = set()  # workers that have returned their last ticket since the last look
-        self._unsent: list[tuple[int, Ticket]] = []  # a heap by batch
+        self._unsent: deque[Ticket] = deque()  # in order
+        self._again: list[tuple[int, Ticket]] = []  # a heap by batch, of those that workers had: all before the unsent
         self._parked: dict[int, Any] = {}
         self.planned_count = first
         self.gone_count = self._first = first
         self.void_count = 0
         self._plan_ended = False
         self._parked_bytes = 0
-        self._run_ahead = RunAhead(options, is_allowed=runs_ahead)
+        self.run_ahead = RunAhead(options, is_allowed=runs_ahead)
         self.window = self._count_window() or self._prefetch
         self.read_until = first + self.window
 
     def __repr__(self) -> str:
         loads = ",".join(str(len(tickets)) for _, tickets in sorted(self.in_flight.items()))
         return (
-            f"<Scheduler planned={self.planned_count} unsent={len(self._unsent)} in_flight=[{loads}] "
+            f"<Scheduler planned={self.planned_count} unsent={len(self._unsent) + len(self._again)} "
+            f"in_flight=[{loads}] "
             f"parked={len(self._parked)} gone={self.gone_count}>"
         )
 
@@ -101,37 +106,41 @@ class Scheduler:
 
     def planned(self, batches: Iterable[Any]) -> None:
         """The consumer read these batches of keys from the sampler; for VOID nothing is to be done."""
+        batch, unsent = self.planned_count, self._unsent
         for keys in batches:
-            batch = self.planned_count
-            self.planned_count += 1
             if keys is VOID:
                 self.ready(batch, VOID)
             else:
-                heapq.heappush(self._unsent, (batch, Ticket(batch, keys)))
+                unsent.append(Ticket(batch, keys))
+            batch += 1
+        self.planned_count = batch
 
     def plan_ended(self) -> None:
         """The sampler has no more batches."""
         self._plan_ended = True
 
-    def returned(self, worker: int, batch: int, busy_s: float = 0.0, wait_s: float = 0.0) -> Ticket:
-        """The worker is done with this ticket; the outcome of its batch follows in `ready`.
+    def returned(self, worker: int, batch: int) -> Ticket:
+        """The worker is done with this ticket; the outcome of its batch follows in `ready`."""
+        if (ticket := self.in_flight[worker].pop(batch, None)) is None:
+            raise AssertionError(f"worker {worker} returned {batch}, which it did not have: {self!r}")
+        if ticket.is_suspect:
+            self.roster.held.discard(worker)
+        return ticket
+
+    def measured(self, worker: int, ticket: Ticket, record: Record, nbytes: int) -> None:
+        """The worker has returned this ticket, perhaps with others before it: told once for all of them.
 
         Args:
             worker: The worker.
-            batch: Number of the batch.
-            busy_s: Seconds of work that it took.
-            wait_s: Seconds that the worker had waited for it.
+            ticket: The last of them.
+            record: The worker's notes about it.
+            nbytes: How large its batch is; 0 for what is no batch, less than 0 if nobody knows: then none is run ahead
+                of.
         """
-        tickets = self.in_flight[worker]
-        if (ticket := tickets.pop(batch, None)) is None:
-            raise AssertionError(f"worker {worker} returned {batch}, which it did not have: {self!r}")
-        if not tickets:
+        if not self.in_flight[worker]:
             self._idle.add(worker)
-        self.roster.changed.add(worker)
-        if ticket.is_suspect:
-            self.roster.release(worker)
-        self._run_ahead.returned(busy_s, wait_s, ticket.is_prompt)
-        return ticket
+        self.run_ahead.returned(record.busy_s, record.wait_s, ticket.is_prompt)
+        self.run_ahead.sized(nbytes)
 
     def ready(self, batch: int, item: Any, nbytes: int = 0) -> None:
         """The outcome of a batch, whose ticket was returned, can be handed over.
@@ -139,20 +148,24 @@ class Scheduler:
         Args:
             batch: Number of the batch.
             item: The batch, or the error in its place; VOID for neither.
-            nbytes: How large it is; 0 for what is no batch, less than 0 if nobody knows: then none is run ahead of.
+            nbytes: How large it is.
         """
-        weight, parked = self._run_ahead.sized(nbytes), self._parked
-        if self._in_order:
-            if batch != self.gone_count:
-                parked[batch] = (item, weight)
-                self._parked_bytes += weight
+        parked = self._parked
+        if batch != self.gone_count and self._in_order:
+            weight = (nbytes if nbytes > 0 else 0) + BATCH_OVERHEAD_BYTES
+            parked[batch] = item, weight
+            self._parked_bytes += weight
+            return
+        while True:
+            self.gone_count += 1
+            if item is VOID:
+                self.void_count += 1  # which frees a place in the window
+            else:
+                self.delivered.append(item)
+            if not parked or (following := parked.pop(self.gone_count, None)) is None:
                 return
-            self._hand_over(item)
-            while parked and (following := parked.pop(self.gone_count, None)) is not None:
-                self._parked_bytes -= following[1]
-                self._hand_over(following[0])
-        else:
-            self._hand_over(item)
+            item, weight = following
+            self._parked_bytes -= weight
 
     def exhausted(self, worker: int) -> None:
         """The worker's iterable dataset has ended: what the worker still has is void."""
@@ -187,7 +200,7 @@ class Scheduler:
     def rested(self, worker: int) -> None:
         """The worker has a process again."""
         self.resting.discard(worker)
-        self.roster.release(worker)
+        self.roster.held.discard(worker)
 
     def joined(self, worker: int) -> None:
         """A worker has come, or one that was leaving stays after all: from now on it takes tickets."""
@@ -211,7 +224,7 @@ class Scheduler:
 
     def stopped(self) -> list[Ticket]:
         """No worker can be had any more: give up everything that has no outcome yet."""
-        lost, self._unsent = [ticket for _, ticket in self._unsent], []
+        lost, self._unsent, self._again = [*(ticket for _, ticket in self._again), *self._unsent], deque(), []
         for worker in tuple(self.active):
             lost += self._forget(worker)
         return sorted(lost, key=_batch)
@@ -229,7 +242,7 @@ class Scheduler:
         None if no worker has one, or the batch whose turn it is was made, and is being pinned.
         """
         in_flight = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
-        first = [ticket for _, ticket in self._unsent[:1]]
+        first = [ticket for _, ticket in self._again[:1]] or [*self._unsent][:1]
         if self._in_order and all(ticket.batch > self.gone_count for ticket in (*in_flight, *first)):
             return None
         return min(in_flight, key=_batch, default=None)
@@ -237,7 +250,9 @@ class Scheduler:
     def validate(self) -> None:
         """Check what must hold between any two events."""
         tickets = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
-        tickets += [ticket for _, ticket in self._unsent]
+        tickets += [*(ticket for _, ticket in self._again), *self._unsent]
+        assert [ticket.batch for ticket in self._unsent] == sorted(ticket.batch for ticket in self._unsent)
+        assert not (self._again and self._unsent) or max(self._again)[0] < self._unsent[0].batch
         batches = {ticket.batch for ticket in tickets}
         assert len(tickets) == len(batches), f"a ticket is in two places: {self!r}"
         assert not batches & self._parked.keys(), f"a batch is in two places: {self!r}"
@@ -258,56 +273,78 @@ class Scheduler:
 
     def assign(self) -> list[Action]:
         """Give unsent tickets to workers, in order, as far as one takes them; dismiss those that leave and are done."""
-        roster, unsent = self.roster, self._unsent
         actions: list[Action] = []
-        for worker in [worker for worker in roster.leaving if not self.in_flight[worker]]:
+        for worker in [worker for worker in self.roster.leaving if not self.in_flight[worker]]:
             self._forget(worker)
             actions.append(("dismiss", worker))
         if not self.active and self.num_workers:  # every worker has come to the end of its data, or is lost for good
             self._plan_ended = True
-            self._unsent = []
-            for batch, _ in sorted(unsent):
-                self.ready(batch, VOID)
+            for ticket in self.stopped():
+                self.ready(ticket.batch, VOID)
             return actions
-        passed_over: list[tuple[int, Ticket]] = []
-        while unsent:
-            ticket = unsent[0][1]
-            if (chosen := self._choose(ticket)) is not None:
-                heapq.heappop(unsent)
-                self._give(chosen, ticket)
-            elif self._static and ticket.is_suspect:
-                passed_over.append(heapq.heappop(unsent))  # it waits for its own worker, and holds up no other
-            else:
-                break
-        for entry in passed_over:
-            heapq.heappush(unsent, entry)
+        if self._give_again():  # what lies behind these comes after them
+            self._give_new()
         self._idle.clear()
-        if self.planned_count >= self.read_until and not unsent:
+        if self.planned_count >= self.read_until and not (self._unsent or self._again):
             self._maybe_run_ahead()
         return actions
+
+    def _give_new(self) -> None:
+        """Give tickets that nobody has had."""
+        unsent, roster = self._unsent, self.roster
+        if self._by_turns:
+            while unsent and (chosen := roster.take_turn()) is not None:
+                self._give(chosen, unsent.popleft())
+        elif unsent:
+            loads, most = roster.loads(), self._most
+            while unsent and loads and loads[0][0] < most:
+                count, worker = loads[0]
+                self._give(worker, unsent.popleft())
+                heapq.heapreplace(loads, (count + 1, worker))
+
+    def _give_again(self) -> bool:
+        """Give tickets that workers were lost with; whether those after them can be given, too."""
+        again = self._again
+        passed_over: list[tuple[int, Ticket]] = []
+        while again:
+            ticket = again[0][1]
+            if (chosen := self._choose(ticket)) is not None:
+                heapq.heappop(again)
+                self._give(chosen, ticket)
+            elif self._static and ticket.is_suspect:
+                passed_over.append(heapq.heappop(again))  # it waits for its own worker, and holds up no other
+            else:
+                break
+        is_done = not again
+        for entry in passed_over:
+            heapq.heappush(again, entry)
+        return is_done
 
     def _give(self, worker: int, ticket: Ticket) -> None:
         tickets = self.in_flight[worker]
         ticket.is_prompt = worker in self._idle and not tickets
         ticket.worker = worker
         tickets[ticket.batch] = ticket
-        if ticket.is_suspect:
-            self.roster.held.add(worker)
-        self.outbox.setdefault(worker, []).append(ticket)
+        self.outbox[worker].append(ticket)
 
     def _choose(self, ticket: Ticket) -> int | None:
-        roster = self.roster
-        if self._static and ticket.worker >= 0 and roster.takes(worker := ticket.worker):  # sent again after a crash
-            return None if worker in roster.held or (ticket.is_suspect and self.in_flight[worker]) else worker
-        if self._static and self._in_order and not ticket.is_suspect:
-            return roster.take_turn(self._prefetch)
-        if (least := roster.least()) is None:
-            return None
-        if ticket.is_suspect:
-            most = 1
+        """Return who gets a ticket that was lost with a worker; it holds one for a suspect."""
+        roster, is_suspect = self.roster, ticket.is_suspect
+        if self._static and roster.takes(worker := ticket.worker):
+            chosen = None if worker in roster.held or (is_suspect and self.in_flight[worker]) else worker
+        elif self._by_turns and not is_suspect:
+            chosen = roster.take_turn()
         else:
-            most = self.window // roster.num_takers if self._static else self._run_ahead.queue_depth
-        return least[1] if least[0] < most else None
+            loads = roster.loads()
+            chosen = loads[0][1] if loads and loads[0][0] < (1 if is_suspect else self._most) else None
+        if is_suspect and chosen is not None:
+            roster.held.add(chosen)
+        return chosen
+
+    @property
+    def _most(self) -> int:
+        """How many tickets a worker has at once, where it is given one for having the fewest."""
+        return self.window // max(1, len(self.roster.takers)) if self._static else self.run_ahead.queue_depth
 
     def _maybe_run_ahead(self) -> None:
         """Ask for more tickets if a worker would stand idle because the awaited batch is slow.
@@ -317,10 +354,11 @@ class Scheduler:
         training is what is slow. Nothing is asked for before the first batch, for which all consumers wait: workers may
         be slow to start.
         """
-        run_ahead = self._run_ahead
+        run_ahead = self.run_ahead
         if self.gone_count == self._first or self._plan_ended or not run_ahead.is_possible:
             return
-        if (least := self.roster.least()) is None or least[0] >= run_ahead.low:
+        loads = self.roster.loads()
+        if not loads or loads[0][0] >= run_ahead.low:
             return
         ahead = self.planned_count - self.gone_count
         rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
@@ -334,12 +372,12 @@ class Scheduler:
 
     def _count_window(self) -> int:
         """Return how many batches there may be: tickets for all workers, and not too few where each has several."""
-        return self._run_ahead.window(self.num_workers, self._prefetch, self._window_asked)
+        return self.run_ahead.window(self.num_workers, self._prefetch, self._window_asked)
 
     def _vacate(self, gone: Vacate) -> None:
         """Note that the worker has no process, and take back tickets that were not sent to it."""
         worker, roster = gone.worker, self.roster
-        roster.release(worker)
+        roster.held.discard(worker)
         self._queue(self.in_flight[worker].pop(ticket.batch) for ticket in self.outbox.pop(worker, ()))
         if gone.rest_s and roster.takes(worker):  # nobody takes the place of one that was to leave
             self.resting.add(worker)
@@ -348,7 +386,6 @@ class Scheduler:
     def _recall(self, worker: int) -> list[Ticket]:
         """Take all that the worker has, in the order in which it got it."""
         self.outbox.pop(worker, None)
-        self.roster.changed.add(worker)
         tickets, self.in_flight[worker] = self.in_flight[worker], {}
         return list(tickets.values())
 
@@ -366,15 +403,14 @@ class Scheduler:
 
     def _take_all(self, worker: int) -> list[Ticket]:
         """Take what the worker has, and what it was to be given again."""
-        tickets, self._unsent = [ticket for _, ticket in self._unsent], []
-        self._queue([ticket for ticket in tickets if not (self._static and ticket.worker == worker)])
-        again = [ticket for ticket in tickets if self._static and ticket.worker == worker]
-        return self._recall(worker) + again
+        again, self._again = [ticket for _, ticket in sorted(self._again)], []
+        self._queue(ticket for ticket in again if not (self._static and ticket.worker == worker))
+        return self._recall(worker) + [ticket for ticket in again if self._static and ticket.worker == worker]
 
     def _queue(self, tickets: Iterable[Ticket]) -> None:
         """Have tickets sent before all that is behind them."""
         for ticket in tickets:
-            heapq.heappush(self._unsent, (ticket.batch, ticket))
+            heapq.heappush(self._again, (ticket.batch, ticket))
 
     def _replace(self, gone: Vacate, policy: str, *, blames_first: bool) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
@@ -407,10 +443,3 @@ class Scheduler:
         for ticket in tickets:
             self.ready(ticket.batch, VOID)
         return actions
-
-    def _hand_over(self, item: Any) -> None:
-        self.gone_count += 1
-        if item is VOID:
-            self.void_count += 1  # which frees a place in the window
-        else:
-            self.delivered.append(item)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from asyncloader.observe.record import Record
 from asyncloader.observe.timing import Timing
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """The work of one worker. Statistics have copies, which do not change.
+    """The work of one worker. It does not change: with further batches there are other figures.
 
     Attributes:
         worker_id: From 0.
@@ -34,18 +34,21 @@ class WorkerStats:
     cpu_s: float = 0.0
     stalled_s: float = 0.0
 
-    def count(self, record: Record) -> None:
-        """Count what it has noted about a batch."""
-        busy_s = record.busy_s
-        if self.batches:
-            self.idle_s += record.wait_s
-        else:  # it has waited for the start
-            self.first_s = busy_s
-        self.batches += 1
-        self.busy_s += busy_s
-        self.cpu_s += record.cpu_s
-        self.stalled_s += record.stalled_s
-        self.private_bytes = record.private_bytes
+    def plus(self, records: Sequence[Record]) -> WorkerStats:
+        """Return the figures with what it has noted about further batches."""
+        if not records:
+            return self
+        busy_s = [record.busy_s for record in records]
+        return WorkerStats(
+            self.worker_id,
+            self.batches + len(records),
+            self.busy_s + sum(busy_s),
+            self.first_s if self.batches else busy_s[0],
+            self.idle_s + sum(record.wait_s for record in records[not self.batches :]),  # it has waited for the start
+            records[-1].private_bytes,
+            self.cpu_s + sum(record.cpu_s for record in records),
+            self.stalled_s + sum(record.stalled_s for record in records),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,15 @@
 """Count what one run over the data does, as it goes by.
 
-    loop thread ── made ──> BatchTimes ── pinned, in order ──┐
-    consumers (under their lock) ── took ── a row of numbers ┴── 256 at once ──> timings ── stats() ──> LoaderStats
+    loop thread ── the beginning of a row ────────────┐
+    consumers (under their lock) ── took ── its end ──┴── 256 at once ──> timings ──┬── stats() ──> LoaderStats
+    loop thread ── made ── records of a worker ────────── 256 at once ──> WorkerStats
 
 What is known of a batch goes along with it, as clocks have told it, and becomes a row when a consumer takes the batch.
-What follows from the numbers is worked out of 256 rows at once, with numpy. Only what is known of a worker is counted
-at once: whoever decides about the number of workers asks for batches that nobody has taken yet.
+What follows from the numbers is worked out of 256 rows at once, with numpy. What workers have noted is counted beside
+that: whoever decides about the number of workers asks for batches that nobody has taken yet.
 
-Only consumers add rows, one at a time. Any thread may ask for statistics, without a lock: timings and the rows that are
-not in them yet change together, in one assignment.
+Only consumers add rows, one at a time, and only the loop thread adds records. Any thread may ask for statistics,
+without a lock: sums and what is not in them yet change together, in one assignment.
 
 Clocks: `time.perf_counter` is one clock for all processes of a machine (CLOCK_MONOTONIC), so what a worker notes can be
 compared with what is noted here.
@@ -19,9 +20,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
-from copy import copy
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from time import perf_counter, process_time
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +32,15 @@ from numpy.typing import NDArray
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.figures import Stages, Waiting, Workers, WorkerStats
-from asyncloader.observe.record import HERE, ROW, BatchTimes, Record, whole_row
+from asyncloader.observe.record import HERE, ROW, Record, whole_row
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.timing import Timing
 from asyncloader.observe.trace import Trace
 
 log = logging.getLogger("asyncloader")
 
-_FOLD_AT = 256 * len(ROW)
+_MOST_ROWS = 256
+_FOLD_AT = _MOST_ROWS * len(ROW)
 _LATE = ("consumer", "sampler", "batch", "training")  # for the first batch nobody trains yet: it waits for the start
 
 
@@ -115,7 +116,9 @@ class Meter:
         self._mark(f"epoch {epoch}", self._began)
         self._is_logged = False
         # Written by the loop thread.
-        self._own = {worker: WorkerStats(worker) for worker in range(num_workers)}
+        self._own: dict[int, tuple[WorkerStats, list[Record]]] = {}
+        for worker in range(num_workers):
+            self.made(worker, ())
         self._changes: dict[float, int] = {}
         self._renewals = 0
         # Written by consumers, one at a time.
@@ -142,27 +145,12 @@ class Meter:
 
     # ------------------------------------------------------------------------------------------- loop thread
 
-    def made(
-        self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int, number: int
-    ) -> BatchTimes:
-        """Count what a worker did for a ticket, whose outcome has just been read.
-
-        Args:
-            worker: The id of the worker that made it.
-            record: The worker's notes about it.
-            sent_at: When its ticket was sent.
-            arrived_at: When it began to be read.
-            nbytes: Its size.
-            number: The batch's number in the plan.
-        """
-        own = self._own.get(worker) or self._own.setdefault(worker, WorkerStats(worker))
-        own.count(record)
-        return BatchTimes([*record, worker, number, nbytes, sent_at, arrived_at], perf_counter())
-
-    def pinned(self, times: BatchTimes, seconds: float) -> None:
-        """Note a copy into page-locked memory, which has just been made."""
-        times.pin_s = seconds
-        times.made_at = times.ready_at = perf_counter()
+    def made(self, worker: int, records: Sequence[Record]) -> None:
+        """Count what a worker has noted about batches that it has made, which have just come."""
+        stats, news = self._own.get(worker) or (WorkerStats(worker), [])
+        news += records
+        if len(news) >= _MOST_ROWS or worker not in self._own:
+            self._own[worker] = stats.plus(news), []
 
     def resized(self, num_workers: int, window: int) -> None:
         """Note that a worker has come or gone: so many take batches now."""
@@ -177,37 +165,25 @@ class Meter:
     def renewed(self, worker: int) -> None:
         """Note that another process has taken the place of a worker."""
         self._renewals += 1
-        if (own := self._own.get(worker)) is not None:
-            own.private_bytes = 0
+        stats, news = self._own.get(worker) or (WorkerStats(worker), [])
+        self._own[worker] = replace(stats.plus(news), private_bytes=0), []
         self._mark(f"worker {worker} renewed", perf_counter())
 
     # --------------------------------------------------------------------------------------------- consumers
 
-    def took(self, asked_at: float, came_at: float, times: BatchTimes, ahead: int, ready: int) -> None:
+    def took(self, asked_at: float, came_at: float, row: list[float], ahead: int, ready: int) -> None:
         """Count a batch that a consumer takes, which may have read the sampler on for it.
 
         Args:
             asked_at: Since when the consumer has waited for the batch; 0.0 if it lay ready.
             came_at: Since when it need not wait.
-            times: The batch's own.
+            row: The beginning of the batch's own.
             ahead: Batches being made or waiting.
             ready: Batches that lay ready.
         """
-        now, asked_at = perf_counter(), asked_at or came_at
-        row = [
-            *times.notes,
-            times.read_at,
-            times.pin_s,
-            times.made_at,
-            times.ready_at,
-            asked_at,
-            came_at,
-            now,
-            self._taken_at,
-            ahead,
-            ready,
-        ]
-        self._add(row, now)
+        now = perf_counter()
+        # Another list: a call that is interrupted comes here once more, with the same beginning.
+        self._add([*row, asked_at or came_at, came_at, now, self._taken_at, ahead, ready], now)
 
     def makes_here(self) -> None:
         """Say that batches are made by who takes them: rows are short, and counted by `took_here`."""
@@ -267,7 +243,7 @@ class Meter:
         """Return the figures so far."""
         found = self._timings()
         count = found["work"].count
-        each = tuple(map(copy, self._own.copy().values()))
+        each = tuple(stats.plus(news[:]) for stats, news in self._own.copy().values())
         cpu_s, main_cpu_s = sum(worker.cpu_s for worker in each), self._last_cpu_s - self._first_cpu_s
         return LoaderStats(
             epoch=self._epoch,

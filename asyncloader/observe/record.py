@@ -33,34 +33,16 @@ class Record(NamedTuple):
         return self.fetch_s + self.collate_s + self.encode_s
 
 
-class BatchTimes:
-    """The way of one batch through this process, until a consumer takes it.
-
-    Attributes:
-        notes: The beginning of its row, see `ROW`: what its worker noted, and what was known when the batch came.
-        read_at: When it had been read.
-        pin_s: How long the copy into page-locked memory took.
-        made_at: When nothing was left to be done for it.
-        ready_at: When it was its turn.
-    """
-
-    __slots__ = ("made_at", "notes", "pin_s", "read_at", "ready_at")
-
-    def __init__(self, notes: list[float], read_at: float) -> None:
-        self.notes = notes
-        self.read_at = self.made_at = self.ready_at = read_at
-        self.pin_s = 0.0
-
-
 ROW = (
     *Record._fields,
     *("worker", "batch", "nbytes", "sent_at", "arrived_at"),
     *("read_at", "pin_s", "made_at", "ready_at"),
     *("asked_at", "came_at", "taken_at", "idle_from", "ahead", "lay_ready"),
 )
-"""The numbers of a batch, in the order of a row. The worker is -1 for this process. The consumer has asked for the
-batch, need not wait any longer, has taken it; it has trained since it took the one before, when so many batches were
-being made or waiting (``ahead``), and so many of them lay ready."""
+"""The numbers of a batch, in the order of a row, which grows line by line as the batch goes its way. The worker is -1
+for this process. Nothing is left to be done for the batch (``made_at``), it is its turn; the consumer has asked for
+it, need not wait any longer, has taken it; it has trained since it took the one before, when so many batches were being
+made or waiting (``ahead``), and so many of them lay ready."""
 
 HERE = ("ticket", "samples", "stalled_s", "began", "fetched_at", "made_at", "asked_at", "idle_from")
 """Those of a batch that who takes it has made."""

@@ -1,7 +1,7 @@
 """The workers of one loader on other machines: actors of Ray, and what the loop thread knows of them.
 
     session ── start, send, add, end ──> RayPool ── RayWorker ── tell(number, kind, body) ──> WorkerActor
-            <── on_ready, on_outcome, on_died ──            <── hear(): messages ──────────
+            <── on_ready, on_outcomes, on_died ──            <── hear(): messages ──────────
 
 Ray places actors, starts them, finds out that they have ended, and carries batches. An actor that Ray has no room for
 stays pending, so that an autoscaler sees it. Messages are those of worker processes, and so is what follows from them.

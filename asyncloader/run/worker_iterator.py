@@ -301,10 +301,8 @@ class WorkerIterator(BaseIterator[T_co]):
             came_at: Since when it need not wait.
             in_async_for: What is raised is to end no ``async for``.
         """
-        run = self._run
-        run.read_for(item)
-        run.note(item, asked_at, came_at)
-        outcome = item.outcome
+        run, outcome = self._run, item.outcome
+        run.read_for(item, asked_at, came_at)
         if outcome.kind == Kind.BATCH:
             if self._IterableDataset_len_called is not None:
                 self.check_length()

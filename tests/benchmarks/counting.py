@@ -26,8 +26,9 @@ def measure(bench: Bench) -> None:
     for _ in range(50 if bench.quick else 500):
         began = thread_time()
         for _ in range(BATCHES):
-            times = meter.made(1, record, perf_counter(), perf_counter(), 1000, 1)
-            meter.took(0.0, perf_counter(), times, 4, 2)
+            now = perf_counter()
+            meter.made(1, [record])
+            meter.took(0.0, now, [*record, 1, 1, 1000, now, now, now, 0.0, now, now], 4, 2)
         counting.append((thread_time() - began) / BATCHES)
         began = thread_time()
         meter.stats()

@@ -116,7 +116,7 @@ class Driven:
     def answer(self, worker: int, batch: int, private_bytes: int = 0) -> None:
         """Have a worker come to a batch."""
         record = NO_RECORD._replace(ticket=batch, private_bytes=private_bytes)
-        self.engine.on_outcome(worker, Outcome(Kind.BATCH, record, f"batch {batch}", nbytes=10), 0.0)
+        self.engine.on_outcomes(worker, [(Outcome(Kind.BATCH, record, f"batch {batch}", nbytes=10), 0.0, 0.0)])
 
     def take(self) -> Any:
         """Return what a consumer finds; None if nothing is ready."""
@@ -281,7 +281,7 @@ async def test_a_worker_that_has_grown_leaves_and_another_takes_its_place() -> N
     assert driven.pool.added == [1]
     assert not driven.scheduler.roster.takes(1)
     driven.engine.on_ready(1)
-    driven.plan([6])
-    assert driven.pool.sent[-1] == (1, [6])
+    driven.plan([6], [7])
+    assert driven.pool.sent[-1] == (1, [7])
     assert driven.run.meter.stats().workers.renewals == 1
     assert not driven.failed

@@ -70,8 +70,7 @@ class Driver:
     def take(self) -> Item | None:
         """A consumer takes what there is, and has it."""
         if (item := self.run.first()) is not None:
-            self.run.read_for(item)
-            self.run.note(item, 0.0, 0.0)
+            self.run.read_for(item, 0.0, 0.0)
             self.run.count(item)
         return item
 

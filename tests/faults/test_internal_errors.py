@@ -493,7 +493,7 @@ def test_a_broken_scheduler_ends_the_run(
     while traceback is not None:
         names.append(traceback.tb_frame.f_code.co_name)
         traceback = traceback.tb_next
-    assert "on_outcome" in names
+    assert "on_outcomes" in names
     assert names[-1] == "broken"
     assert case.epoch(loader) is None
 

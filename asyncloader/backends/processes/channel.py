@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from asyncloader.messages.frames import MOST_PARTS, BadFrame, Buffer, FrameBuffer, frame
 from asyncloader.worker.guarded_loop import GuardedLoop
+
+OnFrames: TypeAlias = Callable[[Iterable[tuple[int, memoryview]]], None]
 
 _SOCKET_BYTES = 1 << 20
 
@@ -29,7 +32,8 @@ class Channel:
     """The parent's end, on the loop.
 
     Args:
-        on_frame: Called with kind and body; the body is valid during the call only. May raise BadFrame.
+        on_frames: Called once for each read, with an iterator over the frames that are complete by it: kind and body,
+            which is valid until the next frame only. May raise BadFrame.
         on_closed: Called once when the other end is gone or what it sends makes no sense, with the error or None.
     """
 
@@ -37,12 +41,12 @@ class Channel:
         self,
         loop: GuardedLoop,
         sock: socket.socket,
-        on_frame: Callable[[int, memoryview], None],
+        on_frames: OnFrames,
         on_closed: Callable[[Exception | None], None],
     ) -> None:
         self._loop = loop
         self._sock = sock
-        self._on_frame = on_frame
+        self._on_frames = on_frames
         self._on_closed = on_closed
         self._incoming = FrameBuffer()
         self._held: list[Buffer] = []
@@ -118,15 +122,11 @@ class Channel:
             if self._incoming.read(self._sock.recv_into) == 0:
                 self._end(None)
                 return
-            self._take_frames()
+            self._on_frames(self._incoming.frames())
         except BlockingIOError:
             return
         except (BadFrame, OSError, MemoryError) as error:
             self._end(error)
-
-    def _take_frames(self) -> None:
-        for kind, body in self._incoming.frames():
-            self._on_frame(kind, body)
 
     def drain(self) -> None:
         """Read what a worker that has ended left in the socket, then close."""
@@ -134,7 +134,7 @@ class Channel:
             try:
                 if self._incoming.read(self._sock.recv_into) == 0:
                     break
-                self._take_frames()
+                self._on_frames(self._incoming.frames())
             except (BadFrame, OSError, MemoryError):
                 break  # BlockingIOError among them: a child of the worker holds the other end
         self.close()
@@ -155,7 +155,7 @@ class Channel:
         self._unsent.clear()
         self._held.clear()
         self._sock.close()
-        self._on_frame, self._on_closed = _ignore, _ignore  # no cycle with the owner is left
+        self._on_frames, self._on_closed = _ignore, _ignore  # no cycle with the owner is left
 
 
 def _ignore(*args: object) -> None:

@@ -1,7 +1,7 @@
 """The workers of one iterator: start them, give them tickets, replace the dead, end them.
 
     session ── start, send, add, dismiss, end ──> Pool ── one WorkerProcess and its heap of slabs per worker id
-            <── on_ready, on_outcome, on_died, on_closed
+            <── on_ready, on_outcomes, on_died, on_closed
 
 A worker id keeps its place when its process is replaced, or renewed. With persistent workers a pool outlives
 the runs of its session; frames of an earlier run are dropped here, after their slabs were given back.
@@ -17,9 +17,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
+from time import perf_counter
 from typing import Any
 
-from asyncloader.backends.backend import Launch
+from asyncloader.backends.backend import Came, Launch
 from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.process import WorkerProcess, launch_all
@@ -151,7 +152,7 @@ class Pool(BasePool[WorkerProcess]):
         try:
             yield partial(launch_all, self._context, launches), [*started]
             for process in started:
-                process.watch()
+                process.watch(partial(self.on_frames, process))
         except BaseException as error:
             for process, heap in started.items():
                 process.close()
@@ -227,22 +228,43 @@ class Pool(BasePool[WorkerProcess]):
 
     # ---------------------------------------------------------------------------------------------- receiving
 
-    def on_message(self, process: WorkerProcess, kind: int, body: memoryview, arrived_at: float) -> None:
-        """Take a frame from a worker.
+    def on_frames(self, process: WorkerProcess, frames: Iterable[tuple[int, memoryview]]) -> None:
+        """Take what one read of a worker's channel has brought. Outcomes of tickets are told together.
 
         Raises:
-            BadFrame: it is not what a worker of ours writes.
+            BadFrame: it is not what a worker of ours writes. What came before is told.
         """
+        heap, run, now = self._heaps[process], self._epoch.number, perf_counter()
+        came: list[Came] = []
+        try:
+            for kind, body in frames:
+                if kind not in OUTCOMES:
+                    # In the order in which the worker has sent it: what it answers when it is asked where it is may
+                    # have it killed, and nothing that came before is to be made again then.
+                    before, came = came, []
+                    self._tell(process, before)
+                    self._on_other(process, kind, body)
+                elif process not in self._leaving:
+                    outcome, began = unpack(kind, body, heap.decode), now
+                    record = outcome.record
+                    heap.answered((record.epoch, record.ticket))
+                    now = perf_counter()
+                    if record.epoch == run:
+                        came.append((outcome, began, now))
+        finally:
+            self._tell(process, came)
+
+    def _tell(self, process: WorkerProcess, came: list[Came]) -> None:
+        if came and self.listener is not None:
+            self.listener.on_outcomes(process.worker_id, came)
+
+    def _on_other(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+        """Take what is no outcome. Of a worker that nobody listens to any more, only what it has in shared memory."""
         if kind == Kind.HEAP:
             self._on_heap(process, body)
-            return
-        if process in self._leaving:
-            return
-        if kind in OUTCOMES:
-            self._on_outcome(process, kind, body, arrived_at)
-            return
-        worker = process.worker_id
-        if kind == Kind.UP:
+        elif process in self._leaving:
+            pass
+        elif kind == Kind.UP:
             process.on_up()
             self._heaps[process].has_reader = len(body) > 0
         elif kind == Kind.AWAITS:
@@ -252,7 +274,7 @@ class Pool(BasePool[WorkerProcess]):
         elif kind == Kind.READY:
             process.is_ready = True
             if self.listener is not None:
-                self.listener.on_ready(worker)
+                self.listener.on_ready(process.worker_id)
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
@@ -262,14 +284,6 @@ class Pool(BasePool[WorkerProcess]):
             self._heaps[process].on_left(pickle.loads(body))
         except Exception as error:
             raise BadFrame(f"a list of slabs that raised {error!r}") from error
-
-    def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview, arrived_at: float) -> None:
-        worker = process.worker_id
-        heap = self._heaps[process]
-        outcome = unpack(kind, body, heap.decode)
-        heap.answered((outcome.record.epoch, outcome.record.ticket))
-        if self.listener is not None and outcome.record.epoch == self._epoch.number:
-            self.listener.on_outcome(worker, outcome, arrived_at)
 
     def on_exit(self, process: WorkerProcess, expected: bool) -> None:
         """A process is gone."""

@@ -28,13 +28,12 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from time import perf_counter
 from typing import Any, cast
 
 from asyncloader.backends.backend import Launch
 from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.processes import fresh
-from asyncloader.backends.processes.channel import Channel, open_pair
+from asyncloader.backends.processes.channel import Channel, OnFrames, open_pair
 from asyncloader.backends.processes.executors import Running
 from asyncloader.backends.processes.launching import Forking, start_process, try_descriptors
 from asyncloader.backends.worker import Worker, WorkerState
@@ -77,8 +76,7 @@ def launch_all(context: BaseContext, launches: Iterable[Launch]) -> None:
 class WorkerProcess(Worker):
     """Owner of a process and of the parent's ends of its connections.
 
-    Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive`, `kill` and `wait_dead`, which any may use. The
-    owner is given frames, whose bodies are valid during the call only.
+    Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive`, `kill` and `wait_dead`, which any may use.
     """
 
     is_telling = False  # until it can be asked for its stack
@@ -166,13 +164,16 @@ class WorkerProcess(Worker):
         """Return what the process does, and its first thread."""
         return activity(Path(f"/proc/{self.pid}"))
 
-    def watch(self) -> None:
+    def watch(self, on_frames: OnFrames) -> None:
         """Hear of the process, which may be up, or gone, before the loop has its next turn.
+
+        Args:
+            on_frames: Is told what it sends, as `Channel` tells it.
 
         Raises:
             OSError: if the system has no room for that.
         """
-        self.channel = Channel(self._loop, self._sock, self._on_frame, self._on_channel_closed)
+        self.channel = Channel(self._loop, self._sock, on_frames, self._on_channel_closed)
         self.channel.open()
         self._watch_exit()
         os.set_blocking(self._descriptors["output"], False)
@@ -211,9 +212,6 @@ class WorkerProcess(Worker):
             'multiprocessing_context="forkserver".'
         )
         self.kill()
-
-    def _on_frame(self, kind: int, body: memoryview) -> None:
-        self._owner.on_message(self, kind, body, perf_counter())
 
     def _on_channel_closed(self, error: Exception | None) -> None:
         """The worker left, or closed what it should not have: the pidfd tells, or the grace ends."""

@@ -1,7 +1,7 @@
 """Workers in this process: on threads of their own, or one on a loop (num_workers=0, async datasets).
 
     session ── start, send, add, dismiss, end ──> LocalPool ── one LocalWorker with a LocalTransport per worker id
-            <── on_ready, on_outcome, ... ── (posted to the loop)
+            <── on_ready, on_outcomes, ... ── (posted to the loop)
 
 The loops over tickets are those of worker processes.
 """

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -28,12 +28,13 @@ class Parent:
         self.frames: list[tuple[int, bytes]] = []
         self.ends: list[Exception | None] = []
         self.changed = asyncio.Event()
-        self.channel = Channel(GuardedLoop(asyncio.get_running_loop()), sock, self._on_frame, self._on_closed)
+        self.channel = Channel(GuardedLoop(asyncio.get_running_loop()), sock, self._on_frames, self._on_closed)
         self.channel.open()
 
-    def _on_frame(self, kind: int, body: memoryview) -> None:
-        self.frames.append((kind, bytes(body)))
-        self.changed.set()
+    def _on_frames(self, frames: Iterable[tuple[int, memoryview]]) -> None:
+        for kind, body in frames:
+            self.frames.append((kind, bytes(body)))
+            self.changed.set()
 
     def _on_closed(self, error: Exception | None) -> None:
         self.ends.append(error)
@@ -184,8 +185,8 @@ async def test_what_dealing_with_a_frame_raises_is_told() -> None:
     ours, theirs = open_pair()
     told: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
-    def take(kind: int, body: memoryview) -> None:
-        raise ValueError(bytes(body))
+    def take(frames: Iterable[tuple[int, memoryview]]) -> None:
+        raise ValueError(bytes(next(iter(frames))[1]))
 
     channel = Channel(GuardedLoop(asyncio.get_running_loop(), told.set_result), ours, take, lambda error: None)
     channel.open()

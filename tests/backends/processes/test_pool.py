@@ -9,13 +9,13 @@ import asyncio
 import errno
 import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from asyncloader.backends.backend import END_GRACE_S
+from asyncloader.backends.backend import END_GRACE_S, Came
 from asyncloader.backends.processes import pool as module
 from asyncloader.backends.processes.pool import Pool, WorkerHandle
 from asyncloader.backends.worker import Worker
@@ -72,7 +72,7 @@ class Played:
             raise OSError("no room")
         self.heard.append("launched")
 
-    def watch(self) -> None:
+    def watch(self, on_frames: Any) -> None:
         """Be there."""
         self.is_alive = True
 
@@ -106,7 +106,7 @@ class Played:
 
     def say(self, kind: int, body: bytes = b"") -> None:
         """Have a frame come."""
-        self.owner.on_message(self, kind, memoryview(body), 0.0)  # type: ignore[arg-type]
+        self.owner.on_frames(self, [(kind, memoryview(body))])  # type: ignore[arg-type]
 
     def outcome(self, outcome: Outcome, epoch: int) -> None:
         """Have what has become of a ticket of a run come."""
@@ -129,8 +129,8 @@ class Heard:
     def on_ready(self, worker: int) -> None:
         self.told.append(("ready", worker))
 
-    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        self.told.append((worker, outcome.record.ticket, outcome.kind))
+    def on_outcomes(self, worker: int, came: Sequence[Came]) -> None:
+        self.told += [(worker, outcome.record.ticket, outcome.kind) for outcome, _, _ in came]
 
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker, process.pid))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 
+from asyncloader.backends.backend import Came
 from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.patience import until
 
@@ -60,9 +60,10 @@ class Heard:
     def on_ready(self, worker: int) -> None:
         self.told.append(("ready", worker))
 
-    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        data = outcome.data if outcome.kind == Kind.BATCH else outcome.kind
-        self.told.append((worker, outcome.record.ticket, data))
+    def on_outcomes(self, worker: int, came: Sequence[Came]) -> None:
+        for outcome, _, _ in came:
+            data = outcome.data if outcome.kind == Kind.BATCH else outcome.kind
+            self.told.append((worker, outcome.record.ticket, data))
 
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker))

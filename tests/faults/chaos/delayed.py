@@ -39,7 +39,7 @@ MOMENTS: dict[str, tuple[type[Any], str]] = {
     "a worker has slabs back": (Heap, "returned"),
     "the loop has sent": (Channel, "_send_held"),
     "the loop has read": (Channel, "_on_readable"),
-    "the loop has handed over": (Handoff, "put"),
+    "the loop has handed over": (Handoff, "wake"),
     "a thread was sent to": (LocalTransport, "put"),
     "a thread has read": (LocalTransport, "receive"),
     "a thread has sent": (LocalTransport, "send_outcome"),
