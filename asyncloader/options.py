@@ -207,12 +207,7 @@ class Options:
 
     @property
     def num_at_start(self) -> int:
-        """How many workers a run begins with. Without workers it is 1: the portal's loop makes the batches.
-
-        Workers that a provider brings may not come for long. Where any worker can make a batch, they join as they come.
-        """
-        if self.provider is not None and not self.why_workers_stay:
-            return 0
+        """How many workers a run begins with. Without workers it is 1: the portal's loop makes the batches."""
         return max(1, self.num_workers)
 
     @property
@@ -222,8 +217,8 @@ class Options:
 
     @property
     def window(self) -> int:
-        """Batches in flight or waiting at the beginning; of one place, where all workers are yet to come."""
-        return self.prefetch * max(1, self.num_at_start)
+        """Batches in flight or waiting at the beginning."""
+        return self.prefetch * self.num_at_start
 
     @property
     def snapshot_every(self) -> int:

@@ -46,7 +46,7 @@ MUTATIONS = (
     Mutation(
         "bytes of parked batches are never taken off",
         "engine/scheduler.py",
-        "                self._parked_bytes -= following[1]\n",
+        "                self._parked_bytes -= weight\n",
         "",
         "engine/test_scheduler.py",
     ),
@@ -79,11 +79,11 @@ MUTATIONS = (
         "engine/test_scheduler.py engine/test_timeouts.py",
     ),
     Mutation(
-        "a lost machine counts as a failed start",
-        "engine/recovery.py",
-        "not (process.is_ready or process.is_lost)\n",
-        "not process.is_ready\n",
-        "engine/test_recovery.py",
+        "a worker that is away is not taken in again",
+        "engine/engine.py",
+        "                self.workforce.comes_later(worker)\n            self._settle_soon()\n",
+        "                pass\n            self._settle_soon()\n",
+        "engine/test_engine.py",
     ),
     Mutation(
         "a worker that died at the end of its data is started again in every later run",

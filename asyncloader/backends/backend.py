@@ -37,8 +37,11 @@ class Listener(Protocol):
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker ended on its own: what it was at may be to blame, and another is put in its place."""
 
-    def on_failed(self, error: Exception) -> None:
-        """No worker can be had any more, or none that could make these batches."""
+    def on_away(self, worker: int) -> None:
+        """The worker is not there for now, through no fault of its tickets, which any other worker can do.
+
+        It must not do any that it was sent. It takes part again when it is ready.
+        """
 
     def on_closed(self) -> None:
         """All workers are gone."""

@@ -82,11 +82,8 @@ class BasePool(Generic[AnyWorker]):
         if worker in self._leaving:
             self._leaving.discard(worker)
         elif not (expected or self._closing) and self.listener is not None:
-            self._tell_death(self.listener, worker)
+            self.listener.on_died(worker.worker_id, worker)
         self._maybe_closed()
-
-    def _tell_death(self, listener: Listener, worker: AnyWorker) -> None:
-        listener.on_died(worker.worker_id, worker)
 
     def _maybe_closed(self) -> None:
         if self._closing and not any(worker.is_alive for worker in self._everyone()):

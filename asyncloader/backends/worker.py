@@ -33,7 +33,7 @@ class Worker:
         exitcode: How that ended; negative for a signal, None if it has not, or if nobody knows.
         output: Last words.
         is_ready: Whether it has opened the dataset.
-        is_lost: Whether it went with its machine, so that none of its tickets is to blame.
+        why_no_other: Why one in its place would end as this worker did; None if it may not.
         started_at: On :func:`time.monotonic`'s clock, seconds.
         was_forked: Whether it is a copy of this process.
         answers_within_s: A worker that is asked where it is has so long to answer. Seconds.
@@ -41,7 +41,8 @@ class Worker:
 
     pid = -1
     exitcode: int | None = None
-    is_ready = is_lost = was_forked = False
+    why_no_other: Exception | None = None
+    is_ready = was_forked = False
     started_at = 0.0
     answers_within_s = 0.5
 
@@ -63,11 +64,6 @@ class Worker:
     @property
     def is_telling(self) -> bool:
         """Whether it can be asked where it is."""
-        return True
-
-    @property
-    def was_set_up(self) -> bool:
-        """Whether it came as far as the user's code; if not, one in its place will not either."""
         return True
 
     def end(self, grace_s: float) -> None:

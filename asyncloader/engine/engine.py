@@ -504,10 +504,13 @@ class Engine:
             self._carry_out(decided)
             self._settle()
 
-    def on_failed(self, error: Exception) -> None:
-        """No worker can be had any more."""
+    def on_away(self, worker: int) -> None:
+        """A worker is not there for now, through no fault of its tickets: others do these."""
         if self._is_at_work:
-            self._give_up(error)
+            self.run.scheduler.lost(worker)
+            if worker in self.workforce.wanted:
+                self.workforce.comes_later(worker)
+            self._settle_soon()
 
     def resize(self, num_workers: int) -> None:
         """Have so many workers from now on: nobody looks after their number any more."""

@@ -157,20 +157,17 @@ class Recovery:
             is_coming: The run was to get it, and others do its work meanwhile.
             is_alone: No other worker is there.
         """
-        if process.was_set_up:
+        if process.why_no_other is None:
             log.warning("%s%s", describe_death(process.pid, process.exitcode), last_words(process.output))
-        if process.is_lost and not self._options.why_workers_stay:  # there may be no room for another one
-            return [("postpone", process.worker_id, self._count_loss())]
-        is_blamed = process.is_ready and not process.is_lost  # for what it was at
         if is_alone or not is_coming:  # otherwise the run does without the worker, however often it fails
-            self._failed_starts += not (process.is_ready or process.is_lost)
+            self._failed_starts += not process.is_ready
         if not (is_active or is_coming):  # only a later run needs another
             self._vacant.add(process.worker_id)
             self.has_lost_for_good |= not (self._is_replaceable or self._has_initial_state)
             return []
         if is_active or is_alone:
-            if not process.was_set_up:
-                return [("give up", _no_start(process))]
+            if process.why_no_other is not None:
+                return [("give up", process.why_no_other)]
             if self._failed_starts > self.num_workers + 2:
                 return [("give up", _failed_starts(process, self._failed_starts))]
         if is_coming:
@@ -178,7 +175,8 @@ class Recovery:
             return self.not_launched(process.worker_id, error, is_active=False, is_alone=is_alone)
         if process.is_ready and not self._can_replace(start):
             return self._lose_for_good(process)
-        return [Vacate(process.worker_id, partial(_death, process), was_ready=is_blamed, rest_s=self._count_loss())]
+        cause = partial(_death, process)
+        return [Vacate(process.worker_id, cause, was_ready=process.is_ready, rest_s=self._count_loss())]
 
     def not_launched(self, worker: int, error: Exception, *, is_active: bool, is_alone: bool) -> Sequence[Action]:
         """The system had no room for a process under this worker id, and may have some later.
@@ -283,14 +281,3 @@ def _failed_starts(process: Worker, count: int) -> WorkerStartError:
         f"Workers end before they can take a batch ({count} in a row); the last one: "
         f"{describe_death(process.pid, process.exitcode)}{last_words(process.output)}"
     )
-
-
-def _no_start(process: Worker) -> WorkerStartError:
-    """Make the error for a worker that ended before any of the loader's work began, as every other would."""
-    said = process.output.decode(errors="replace").strip()
-    why = said or (
-        "The traceback is on stderr. Where processes are not forked they import asyncloader and the main module again: "
-        'does that run something outside of `if __name__ == "__main__"`?'
-    )
-    code = process.exitcode
-    return WorkerStartError(f"DataLoader worker (pid {process.pid}) ended with exit code {code} at its start. {why}")

@@ -71,7 +71,7 @@ class Scheduler:
         self._options = options
         self.num_workers = num_workers = options.num_at_start
         self._prefetch = options.prefetch
-        self._window_asked = max(num_workers, options.num_workers) * self._prefetch
+        self._window_asked = num_workers * self._prefetch
         self._static = options.scheduling == "static" or options.is_iterable
         self._in_order = options.in_order
         self._by_turns = self._static and options.in_order
@@ -91,7 +91,7 @@ class Scheduler:
         self._plan_ended = False
         self._parked_bytes = 0
         self.run_ahead = RunAhead(options, is_allowed=runs_ahead)
-        self.window = self._count_window() or self._prefetch
+        self.window = self._count_window()
         self.read_until = first + self.window
 
     def __repr__(self) -> str:

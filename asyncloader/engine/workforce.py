@@ -42,8 +42,8 @@ class Workforce:
     """
 
     def __init__(self, options: Options) -> None:
-        self.wanted = set(range(max(options.num_at_start, options.num_workers)))
-        self._coming = self.wanted - set(range(options.num_at_start))  # started, or to be, and not ready
+        self.wanted = set(range(options.num_at_start))
+        self._coming: set[int] = set()  # started, or to be, and not ready
         self._max_bytes = options.max_worker_memory
         self.most_in_hand = None if self._max_bytes is None else options.prefetch
         self.grown: dict[int, int] = {}

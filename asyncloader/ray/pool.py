@@ -23,9 +23,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import RayActorError
 
-from asyncloader import threads
 from asyncloader.backends.backend import END_GRACE_S, Launch
 from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.worker import Worker, WorkerState
@@ -121,11 +120,9 @@ class RayWorker(Worker):
 
     def _on_hello(self, parts: Any, are_read_only: Sequence[bool], epoch: EpochSpec, hello: Hello) -> None:
         self._node, self.pid = hello.node, hello.pid
-        if not self._owner.accepts(hello):
-            self.kill()
-            return
-        self._call("open", parts, are_read_only, epoch)
-        self._listen()
+        if self._owner.accepts(hello):
+            self._call("open", parts, are_read_only, epoch)
+            self._listen()
 
     def _listen(self) -> None:
         self._ask_actor("hear", self._on_heard)
@@ -181,29 +178,14 @@ class RayWorker(Worker):
         self._gone()
 
     def on_error(self, error: BaseException | None) -> None:
-        """An answer of the actor will not come. Ray does not say whether the node has gone too, but for humans."""
+        """An answer of the actor will not come: the actor has ended, or its node cannot be reached any more."""
         if not self.is_alive:
             return
         self.output += str(error).encode(errors="replace")
-        if isinstance(error, ActorUnavailableError):  # its node cannot be reached: Ray takes its time to call it dead
-            self.is_lost = True
-        elif not isinstance(error, RayActorError) or error.actor_init_failed:
-            self._owner.on_refused(str(error))
-        elif self._node:
-            threads.start(self._look_for_node, "asyncloader ray")
-            return
-        self._gone()
-
-    def _look_for_node(self) -> None:
-        nodes = ray.nodes() if ray.is_initialized() else []
-        is_there = any(node["NodeID"] == self._node and node["Alive"] for node in nodes)
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._on_node, is_there)
-
-    def _on_node(self, is_there: bool) -> None:
-        self.is_lost = not is_there
-        if self.is_alive:
+        if isinstance(error, RayActorError) and not error.actor_init_failed:
             self._gone()
+        else:
+            self._owner.refuse(str(error))
 
     def _gone(self) -> None:
         was_told, self.state = self.state is WorkerState.ENDING, WorkerState.DEAD
@@ -215,6 +197,12 @@ class RayWorker(Worker):
             ray.kill(actor)
         self._dead.set()
         self._owner.on_exit(self, was_told)
+
+    def refuse(self, error: Exception) -> None:
+        """End it, as each in its place would end."""
+        self.why_no_other = error
+        if self.is_alive:
+            self._gone()
 
     # -------------------------------------------------------------------------------------------------------- stacks
 
@@ -242,15 +230,17 @@ class RayPool(BasePool[RayWorker]):
         spec: The dataset, collation and options of the workers.
         actors: Ray's class of actors, with the user's options.
         on_mismatch: What is done about an actor whose batches would differ.
+        are_alike: Any worker can make any batch, so those that are there do the work of those that are not.
 
     Raises:
         Exception: as the pickling of the dataset raises it.
     """
 
-    def __init__(self, loop: GuardedLoop, spec: WorkerSpec, actors: Any, on_mismatch: str) -> None:
+    def __init__(self, loop: GuardedLoop, spec: WorkerSpec, actors: Any, on_mismatch: str, *, are_alike: bool) -> None:
         super().__init__(loop, spec)
         self._actors = actors
         self._on_mismatch = on_mismatch
+        self._are_alike = are_alike
         with by_value():
             parts = [memoryview(part) for part in pickle_by_value(spec)]
         self._are_read_only = [part.readonly for part in parts]
@@ -277,13 +267,19 @@ class RayPool(BasePool[RayWorker]):
             worker.on_error(LoaderClosedError(_NO_RAY))
 
     def _start_one(self, worker: int, epoch: EpochSpec) -> None:
-        if not ray.is_initialized():  # or another one would begin
-            self.on_refused(_NO_RAY)
-            raise LoaderClosedError(_NO_RAY)
-        actor = self._actors.remote(worker)
+        actor = self._actors.remote(worker) if ray.is_initialized() else None  # or another Ray would begin
         started = RayWorker(worker, self._loop, actor, self, overlaps=self._spec.overlaps)
         self.processes[worker] = started
         started.open(self._parts, self._are_read_only, epoch)
+        self._tell_absence(started)
+
+    def _tell_absence(self, worker: RayWorker) -> None:
+        """Have others do the work of a worker whose actor is pending: there may be no room for it for long.
+
+        Before it is sent any ticket, since it would do those as well.
+        """
+        if self._are_alike and not worker.is_ready and self.listener is not None:
+            self.listener.on_away(worker.worker_id)
 
     def add(self, worker: int, num_workers: int) -> None:
         """Ask Ray for an actor under this id: one more, or in the place of another, which is gone, or finishes."""
@@ -300,6 +296,7 @@ class RayPool(BasePool[RayWorker]):
         body = pickle.dumps(epoch)
         for worker in self.processes.values():
             worker.tell(Kind.EPOCH, body)
+            self._tell_absence(worker)
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
         """Give the worker tickets; return those whose keys cannot be pickled."""
@@ -321,13 +318,14 @@ class RayPool(BasePool[RayWorker]):
             log.warning("%s", words)
             return True
         allow = "" if is_other else ', or allow it: RayWorkers(on_mismatch="warn")'
-        self.on_refused(f"{words} Have the same there, by runtime_env for example{allow}.")
+        self.refuse(f"{words} Have the same there, by runtime_env for example{allow}.")
         return False
 
-    def on_refused(self, why: str) -> None:
-        """Ray, or this pool, has refused an actor, and would refuse the next one."""
-        if self.listener is not None:
-            self.listener.on_failed(WorkerStartError(f"No worker can be had on another machine. {why}"))
+    def refuse(self, why: str) -> None:
+        """End all workers: Ray, or this pool, has refused an actor, and would refuse the next one."""
+        error = WorkerStartError(f"No worker can be had on another machine. {why}")
+        for worker in self._everyone():
+            worker.refuse(error)
 
     def on_heard(self, worker: RayWorker, message: Message, buffers: Any, arrived_at: float) -> None:
         """Take a message. Outcomes get the times of this machine's clock."""

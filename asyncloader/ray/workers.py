@@ -94,4 +94,4 @@ class RayWorkers:
             ray.init()
         # Actors that end are replaced by the loader, which knows the place of each in its data.
         actors = ray.remote(WorkerActor).options(**self.actor_options, max_restarts=0)
-        return RayPool(loop, spec, actors, self.on_mismatch)
+        return RayPool(loop, spec, actors, self.on_mismatch, are_alike=not options.why_workers_stay)

@@ -119,7 +119,7 @@ def test_no_batch_is_lost_or_doubled_when_actors_are_killed(cluster: Any, tmp_pa
     loader = DataLoader(datasets.Deadly(tmp_path, deaths, length), 4, shuffle=True, worker_backend=stay())
     assert_alike(list(loader), expected)
     assert len(list(tmp_path.iterdir())) == deaths
-    assert loader.stats().faults.retries <= deaths  # on a busy machine Ray tells of some as if their node were gone
+    assert loader.stats().faults.retries == deaths
 
 
 def test_a_stream_goes_on_where_an_actor_was_killed(cluster: Any) -> None:
@@ -183,14 +183,14 @@ def test_actors_wait_for_nodes_and_those_that_are_there_make_all_batches(add_nod
 
 @pytest.mark.parametrize("losses", [1, pytest.param(10, marks=MANY)])
 def test_no_batch_is_lost_or_doubled_when_nodes_are_lost(add_node: Any, cluster: Any, losses: int) -> None:
-    """Raylets are killed. Other workers make what was in hand there, and no retry is counted; more nodes come."""
+    """Raylets are killed. Other workers make what was in hand there, also while no node has room for more."""
     length = 200 * losses + 400
     torch.manual_seed(5)
     expected = list(DataLoader(datasets.Drawing(length=length), 4, shuffle=True, num_workers=1))
     torch.manual_seed(5)
     nodes = [add_node(), add_node()]
     data = datasets.Slow(length=length)
-    loader = DataLoader(data, 4, shuffle=True, worker_backend=go(4), scheduling="dynamic", max_retries=0)
+    loader = DataLoader(data, 4, shuffle=True, worker_backend=go(4), scheduling="dynamic")
     found, lost = [], 0
     for number, batch in enumerate(loader):
         found.append(batch)
@@ -201,7 +201,7 @@ def test_no_batch_is_lost_or_doubled_when_nodes_are_lost(add_node: Any, cluster:
             nodes.append(add_node())
     assert lost == losses
     assert_alike(found, expected)
-    assert loader.stats().faults.retries == 0
+    assert 0 < loader.stats().faults.retries <= 2 * losses  # of the batch that each worker there was at
 
 
 def test_a_stream_goes_on_where_a_node_was_lost(add_node: Any, cluster: Any) -> None:

@@ -156,7 +156,8 @@ async def test_batches_that_have_come_are_handed_over_before_an_error() -> None:
     driven = Driven(num_at_start=1)
     driven.plan([0], [1])
     driven.answer(0, 0)
-    driven.engine.on_failed(WorkerStartError("no more"))
+    gone: Any = SimpleNamespace(worker_id=0, is_ready=False, why_no_other=WorkerStartError("no more"))
+    driven.engine.on_died(0, gone)
     assert driven.take() == "batch 0"
     assert driven.take() is None
     with pytest.raises(WorkerStartError, match="no more"):
@@ -222,21 +223,34 @@ async def test_a_worker_whose_memory_is_bounded_has_few_tickets_in_hand() -> Non
 # ------------------------------------------------------------------------------------------------------------ workers
 
 
-async def test_others_do_what_a_worker_had_that_is_lost_with_its_machine() -> None:
-    """No ticket is blamed, and the worker is started again when there is room; until then nothing waits for it."""
+async def test_others_do_what_a_worker_had_that_is_away() -> None:
+    """No ticket is blamed, and nothing waits for the worker, which takes part when it is ready."""
     driven = Driven()
     driven.plan(*([number] for number in range(4)))
-    lost: Any = SimpleNamespace(
-        worker_id=1, is_lost=True, is_ready=True, was_set_up=True, pid=7, exitcode=None, output=b"", is_alive=False
-    )
-    driven.pool.processes[1] = lost
-    driven.engine.on_died(1, lost)
-    assert driven.pool.dismissed == [1]
+    driven.engine.on_away(1)
+    await asyncio.sleep(0)
     assert tries(driven, 0) == dict.fromkeys(range(4), 0)
     assert driven.scheduler.active == {0}
     assert driven.engine.workforce.is_coming(1)
-    await until(lambda: driven.pool.added)
-    assert driven.pool.added == [1]
+    driven.engine.on_away(1)  # it may be told again, and of one that nobody wants
+    driven.engine.resize(1)
+    driven.engine.on_away(1)
+    driven.engine.resize(2)
+    assert driven.pool.added == []
+    driven.engine.on_ready(1)
+    assert driven.scheduler.active == {0, 1}
+    driven.scheduler.validate()
+
+
+async def test_all_workers_may_be_away() -> None:
+    """What is planned is for whichever comes first."""
+    driven = Driven()
+    for worker in (0, 1):
+        driven.engine.on_away(worker)
+    driven.plan(*([number] for number in range(3)))
+    assert driven.pool.sent == []
+    driven.engine.on_ready(1)
+    assert driven.pool.sent == [(1, [0, 1, 2])]
     driven.scheduler.validate()
 
 

@@ -66,9 +66,8 @@ class Gone:
     exitcode: int | None = -9
     output: bytearray = field(default_factory=bytearray)
     is_ready: bool = True
-    is_lost: bool = False
     is_telling: bool = True
-    was_set_up: bool = True
+    why_no_other: Exception | None = None
     is_alive: bool = False
     started_at: float = 0.0
 
@@ -141,21 +140,10 @@ def test_workers_that_never_come_up_end_it(num_workers: int, ready_after: int) -
     assert "boom" in str(error)
 
 
-def test_machines_that_go_are_no_starts_that_failed() -> None:
-    """However many go while workers come up. Others go on, or else another one takes the place."""
-    for stays in ("", "an iterable dataset is divided among them"):
-        recovery = Recovery(deciders.options(num_at_start=1, why_workers_stay=stays))
-        for _ in range(10):
-            (action,) = recovery.died(Gone(is_ready=False, is_lost=True), None, is_active=True)
-            assert action[0] == (0 if stays else "postpone")  # the worker of a `Vacate`
-
-
 def test_one_that_could_not_be_set_up_ends_it_at_once() -> None:
     """Every other would end in the same way."""
-    gone = Gone(was_set_up=False, is_ready=False, exitcode=1, output=bytearray(b"no such module"))
-    ((what, error),) = Recovery(MAP).died(gone, None, is_active=True)
-    assert what == "give up"
-    assert "no such module" in str(error)
+    gone = Gone(why_no_other=WorkerStartError("no such module"), is_ready=False, exitcode=1)
+    assert Recovery(MAP).died(gone, None, is_active=True) == [("give up", gone.why_no_other)]
 
 
 def test_one_that_was_to_join_and_ends_at_its_start_is_tried_again() -> None:

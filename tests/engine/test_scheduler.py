@@ -669,7 +669,8 @@ def test_workers_that_join_take_no_more_than_the_byte_budget() -> None:
 
 def test_workers_that_were_asked_for_have_their_window_also_when_they_come_late() -> None:
     """Whoever names their number accepts what they hold; those beyond it, and those who are not there, add nothing."""
-    scheduler = make(num_at_start=0, num_workers=4, max_buffered_bytes=1)
+    scheduler = make(num_at_start=4, max_buffered_bytes=1)
+    assert windows(scheduler, scheduler.lost, *range(4)) == [6, 4, 2, 0]
     assert windows(scheduler, scheduler.joined, 0, 1) == [2, 4]
     scheduler.planned(range(4))
     scheduler.returned(0, 0)
@@ -709,9 +710,10 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
-def test_a_run_that_begins_without_workers_waits_for_those_who_join(scheduling: Any, in_order: bool) -> None:
+def test_a_run_whose_workers_have_all_gone_waits_for_those_who_join(scheduling: Any, in_order: bool) -> None:
     """What is planned is theirs."""
-    scheduler = make(num_at_start=0, scheduling=scheduling, in_order=in_order)
+    scheduler = make(num_at_start=1, scheduling=scheduling, in_order=in_order)
+    assert kinds(scheduler.lost(0)) == []
     assert kinds(scheduler.planned(range(2))) == []
     actions = scheduler.joined(3)
     assert scheduler.window == 2

@@ -132,9 +132,11 @@ def test_one_that_is_not_wanted_before_it_is_ready_goes_at_once() -> None:
     assert world.settle() == [("dismiss", 1)]
 
 
-def test_a_run_may_begin_before_the_first_of_its_workers() -> None:
-    """They are being started, and join as they come; one that is not wanted any more goes."""
-    workforce, roster = Workforce(deciders.options(num_at_start=0, num_workers=3)), Roster(0, 0)
+def test_workers_that_come_later_join_as_they_come() -> None:
+    """Nobody starts them once more; one that is not wanted any more goes."""
+    workforce, roster = Workforce(deciders.options(num_at_start=3)), Roster(0, 0)
+    for worker in range(3):
+        workforce.comes_later(worker)
     processes: Any = {worker: Place(False) for worker in range(3)}
     assert workforce.settle(roster, processes) == []
     assert workforce.ready(1, roster) == [("join", 1)]
@@ -227,5 +229,6 @@ def test_what_a_worker_needs_from_its_start_is_no_reason(caplog: Any) -> None:
 
 def test_representation() -> None:
     """What a debugger shows."""
-    workforce = Workforce(deciders.options(num_at_start=2, num_workers=3))
+    workforce = Workforce(deciders.options(num_at_start=3))
+    workforce.comes_later(2)
     assert repr(workforce) == "<Workforce [0, 1, 2] coming=[2]>"

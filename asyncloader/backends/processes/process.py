@@ -37,6 +37,7 @@ from asyncloader.backends.processes.channel import Channel, OnFrames, open_pair
 from asyncloader.backends.processes.executors import Running
 from asyncloader.backends.processes.launching import Forking, start_process, try_descriptors
 from asyncloader.backends.worker import Worker, WorkerState
+from asyncloader.errors import WorkerStartError
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.observe.activity import Activity, activity
@@ -98,11 +99,17 @@ class WorkerProcess(Worker):
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.worker_id} pid={self.pid} {self.state.name}>"
 
-    @property
-    def was_set_up(self) -> bool:
-        """Whether it came as far as the user's code. A worker that a signal has killed counts as set up."""
-        has_left = self.exitcode is not None and self.exitcode >= 0
-        return not has_left or (self.is_telling and CANNOT_START.encode() not in self.output)
+    def _note_start(self) -> None:
+        """Note why it ended, if it did so before any code of the user's ran: no signal has killed it."""
+        if self.exitcode is None or self.exitcode < 0 or (self.is_telling and CANNOT_START.encode() not in self.output):
+            return
+        words = self.output.decode(errors="replace").strip() or (
+            "The traceback is on stderr. Where processes are not forked they import asyncloader and the main module "
+            'again: does that run something outside of `if __name__ == "__main__"`?'
+        )
+        self.why_no_other = WorkerStartError(
+            f"DataLoader worker (pid {self.pid}) ended with exit code {self.exitcode} at its start. {words}"
+        )
 
     # -------------------------------------------------------------------------------------------------- start
 
@@ -260,6 +267,7 @@ class WorkerProcess(Worker):
             return
         expected = self._may_end
         self._on_output_rest()
+        self._note_start()
         if not expected and self._was_killed:
             self.output += self._why_killed.encode()
         try:

@@ -12,18 +12,12 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from asyncloader.backends.backend import Launch, Listener
+from asyncloader.backends.backend import Launch
 from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
 from asyncloader.epochs import listeners
-from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.worker.guarded_loop import GuardedLoop
-
-_NO_HOME = (
-    "the event loop that the dataset ran on, for it holds objects of that loop, has ended or cancelled it: no more "
-    "batches are made; call aiter(loader) on a loop that runs"
-)
 
 
 class LocalPool(BasePool[LocalWorker]):
@@ -83,9 +77,3 @@ class LocalPool(BasePool[LocalWorker]):
         """Give the worker tickets. Nothing is pickled."""
         self.processes[worker].put(Kind.TICKETS, tickets)
         return ()
-
-    def _tell_death(self, listener: Listener, worker: LocalWorker) -> None:
-        if self._home is None:
-            super()._tell_death(listener, worker)
-        else:  # no other worker could have that loop
-            listener.on_failed(LoaderClosedError(_NO_HOME))

@@ -30,7 +30,7 @@ from asyncloader import threads
 from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.threads.transport import LocalTransport
 from asyncloader.backends.worker import Worker, WorkerState
-from asyncloader.errors import could_not_start
+from asyncloader.errors import LoaderClosedError, could_not_start
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.observe.activity import Activity, activity
@@ -54,6 +54,11 @@ _SILENT = (
     "loop does not wake it there, such as an asyncio.Queue that a task of yours fills. If that is what it waits for, "
     "keep the queue in an attribute of the dataset and iterate with `async for`, and the dataset runs on your loop; or "
     "read the queue by asyncio.wrap_future(asyncio.run_coroutine_threadsafe(queue.get(), your_loop)).\n%s"
+)
+
+_NO_HOME = (
+    "the event loop that the dataset ran on, for it holds objects of that loop, has ended or cancelled it: no more "
+    "batches are made; call aiter(loader) on a loop that runs"
 )
 
 _closing: dict[asyncio.Task[None], Any] = {}
@@ -100,7 +105,10 @@ class LocalWorker(Worker):
         self._task: asyncio.Task[None] | None = None
         self._dataset: Any = None
         self._on_thread = on_thread
-        self._home = loop if home is None else GuardedLoop(home, partial(_tell, loop))
+        self._home = loop
+        if home is not None:
+            self._home = GuardedLoop(home, partial(_tell, loop))
+            self.why_no_other = LoaderClosedError(_NO_HOME)
         self._timer: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._first_ticket: int | None = None

@@ -283,6 +283,39 @@ def test_closed_between_two_launches(make: Make) -> None:
     assert pool.listener is None
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_that_is_started_twice(make: Make, method: str) -> None:
+    """It was not wanted any more, and then again, while it was being launched: the one that is there stays.
+
+    The other one is ended, its end is nobody's concern, and nothing is closed before that.
+    """
+    pool, heard, processes = make(0, method)
+    pool._spec = replace(pool._spec, num_workers=3)
+    steps = pool.start(EPOCHS[0], lambda: heard.told.append(("started", len(pool.processes))))
+    next(steps)()
+    launch = next(steps)
+    pool.add(1, 3)
+    launch()
+    for launch in steps:
+        launch()
+    first, twice, there, third = processes
+    assert pool.processes == {0: first, 1: there, 2: third}
+    assert [process.heard for process in (first, twice, there, third)] == [
+        ["launched"],
+        ["launched", ("end", 0.0)],
+        ["launched"],
+        ["launched"],
+    ]
+    assert heard.told == [("started", number) for number in (1, 2, 3)]
+    twice.say(Kind.READY)
+    pool.end(1.0)
+    for process in (first, there, third):
+        process.exit(expected=True)
+    assert pool.listener is heard
+    twice.exit()
+    assert heard.told[3:] == ["closed"]
+
+
 def test_tickets_go_out_in_one_message_each_time(make: Make) -> None:
     """What the sampler yields and nobody can pickle is returned: it was not sent."""
     pool, heard, (first, second) = make()
