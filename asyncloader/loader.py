@@ -45,7 +45,7 @@ from asyncloader.protocols import (
 from asyncloader.run.fits import check
 from asyncloader.run.plan import load_early, samplers_within
 from asyncloader.run.runs import Runs
-from asyncloader.run.state import LoaderState
+from asyncloader.run.torchdata_state import read_state
 from asyncloader.worker.data_pipes import one_walks
 
 if TYPE_CHECKING:
@@ -273,6 +273,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self.check_worker_number_rationality()
             iterator = worker_iterator(self, options, runs, wait_for_start=wait_for_start, state=state)
         runs.loaded = None
+        if state is not None:
+            iterator.leave_out(self, state.left_out)
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
@@ -390,13 +392,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Iterators that were begun before are closed.
 
         Args:
-            state: A state from `state_dict`. An empty one resets the loader.
+            state: A state from `state_dict`, or from that of torchdata's StatefulDataLoader (0.8 to 0.11). An empty one
+                resets the loader.
 
         Raises:
             StateMismatchError: if it was taken of something else; it says what differs.
         """
         options = self._loader_options()
-        loaded = LoaderState.from_dict(state) if state else None
+        loaded = read_state(state, options) if state else None
         if loaded is not None:
             check(loaded, options)
             load_early(options, loaded)

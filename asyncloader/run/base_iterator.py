@@ -39,6 +39,7 @@ from asyncloader.run.runs import Runs
 from asyncloader.run.seeding_epochs import SeedingEpochs
 from asyncloader.run.set_epochs import Chosen
 from asyncloader.run.state import LoaderState
+from asyncloader.run.torchdata_state import read_state
 from asyncloader.worker.data_pipes import one_walks, shard
 
 log = logging.getLogger("asyncloader")
@@ -251,10 +252,16 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         loader = self._loader()
         if loader is None:
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
-        loaded = LoaderState.from_dict(state)
+        loaded = read_state(state, self._options)
         check(loaded, self._options)
         self._runs.note_load(loaded, self._options)
         self._restart(loader, loaded)
+        self.leave_out(loader, loaded.left_out)
+
+    def leave_out(self, loader: Any, count: int) -> None:
+        """Read so many batches and drop them; or ALL, and begin the next run."""
+        for _ in range(count):
+            next(self, None)
 
     def finish(self) -> None:
         """End the run here, as if the data were at their end: states are those of the next run."""

@@ -57,7 +57,8 @@ KNOWN_SAMPLERS = (*DRAW_NOTHING, *DRAW_FROM_TORCH)
 
 def draws_once(sampler: Any) -> bool:
     """Whether a sampler draws nothing from a global generator but before its first index."""
-    return type(sampler) in KNOWN_SAMPLERS and probe(sampler, "generator") is not torch.default_generator
+    is_known = type(sampler) in KNOWN_SAMPLERS or probe(sampler, "draws_once") is True
+    return is_known and probe(sampler, "generator") is not torch.default_generator
 
 
 class RNGSnapshot:
@@ -80,7 +81,7 @@ class RNGSnapshot:
             own = own if isinstance(own, torch.Generator) else torch.default_generator
             if not any(own is other for other in generators):
                 generators.append(own)
-            others |= type(sampler) not in DRAW_FROM_TORCH and not is_stateful(sampler)
+            others |= not (type(sampler) in DRAW_FROM_TORCH or is_stateful(sampler) or draws_once(sampler))
         generators += [each for each in GLOBAL if others or reads_stream if not any(each is own for own in generators)]
         self._generators = generators
         self.is_global = [any(own is each for each in GLOBAL) for own in generators]
@@ -132,9 +133,14 @@ class RNGSnapshot:
         """Write captured states down as JSON."""
         return json.dumps(list(map(encode, self._generators, states)))
 
+    def text_of(self, known: Any = None, state: Any = None) -> str:
+        """Write down where one generator is: the others are where they are when this is read."""
+        return json.dumps([encode(each, state) if each is known else None for each in self._generators])
+
     def from_text(self, text: str) -> list[Any]:
-        """Read what `as_text` has written."""
-        return list(map(decode, self._generators, json.loads(text)))
+        """Read what `as_text` or `text_of` has written."""
+        pairs = zip(self._generators, json.loads(text), strict=False)
+        return [state_of(each) if written is None else decode(each, written) for each, written in pairs]
 
 
 _ALL_WATCHED = 8

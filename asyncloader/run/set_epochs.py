@@ -142,7 +142,8 @@ class SetEpochs:
         """Return what was told since a state was loaded, if that is another epoch than the one the state is in."""
         chosen = self.since_load(options)
         is_news = _is_news(chosen.samplers, state.set_epochs) or _is_news(chosen.dataset, state.dataset_epochs)
-        return chosen if is_news and not state.is_between_runs else None
+        # A state of torchdata's does not say which epoch it is in.
+        return chosen if is_news and state.set_epochs and not state.is_between_runs else None
 
     def choose(self, chosen: Chosen, options: Options) -> None:
         """Tell samplers and the dataset of the epoch that was set after a state was loaded."""

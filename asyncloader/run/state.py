@@ -28,6 +28,7 @@ from asyncloader.messages.snapshot import WorkerStart, from_plain
 from asyncloader.seeding.own_generators import Key
 
 VERSION = 5
+ALL = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,8 @@ class LoaderState:
         next_worker: Whose turn it is.
         num_workers: How many there are, where their number looks after itself.
         has_past: They had made epochs before this one.
+        left_out: How many batches after all that the run reads and drops, or ALL, after which the next run begins: see
+            `asyncloader.run.torchdata_state`.
         fits: What of the loader must be the same: see `asyncloader.run.fits`.
         others: What libraries have put into the dictionary, as Accelerate does: it stays there.
     """
@@ -87,6 +90,7 @@ class LoaderState:
     next_worker: int | None = None
     num_workers: int | None = None
     has_past: bool = False
+    left_out: int = 0
     fits: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
 

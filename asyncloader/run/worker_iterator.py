@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -40,7 +41,7 @@ from asyncloader.run import home_loop, workplace
 from asyncloader.run.base_iterator import FOR, BaseIterator, check_owner
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
-from asyncloader.run.state import LoaderState
+from asyncloader.run.state import ALL, LoaderState
 from asyncloader.weak import while_alive
 from asyncloader.worker.bootstrap import refuse_in_main
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -139,6 +140,13 @@ class WorkerIterator(BaseIterator[T_co]):
         self._engine.push(run)
         run.read_first(self._engine.waker())
         self._take_from(run)
+
+    def leave_out(self, loader: DataLoader[T_co], count: int) -> None:
+        """Read so many batches and drop them; or ALL, and begin the next run."""
+        super().leave_out(loader, count)
+        if count == ALL:
+            deque(self, maxlen=0)
+            self.begin_next(loader, self.asked)
 
     def _take_from(self, run: Run) -> None:
         """Have consumers take from a run that has begun."""

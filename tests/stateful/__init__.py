@@ -1,0 +1,1 @@
+"""States of torchdata's StatefulDataLoader, made by itself and loaded by ours."""

@@ -1,0 +1,136 @@
+"""States that torchdata's own loader has made, in ours: what follows is what follows there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader as Theirs
+
+from asyncloader import DataLoader
+from asyncloader.errors import StateMismatchError
+from asyncloader.stateful import StatefulDataLoader, convert
+from tests.stateful.matrix import outcome, states, wrong
+from tests.stateful.programs import SAMPLERS, make, plain
+
+pytestmark = [
+    pytest.mark.on_threads,
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
+
+A_FEW = [
+    ("map", "shuffled, generator", 0, 1, False),
+    ("map", "shuffled, no batches", 0, 1, False),
+    ("map", "drop_last", 0, 1, False),
+    ("map with a state", "own, with a state", 0, 1, False),
+    ("map with a state", "own, with iterators with a state", 0, 1, False),
+    ("map", "of batches, with a state", 0, 1, False),
+    ("stream with a state", "sequential", 0, 1, False),
+    ("map with a state", "shuffled", 3, 4, False),
+    ("stream", "sequential", 3, 4, False),
+    ("iterator with a state", "sequential", 3, 4, False),
+    ("its own iterator", "sequential", 1, 1, True),
+]
+
+
+@pytest.mark.parametrize("program", A_FEW, ids=str)
+def test_states_of_theirs(program: Any) -> None:
+    """Before the first batch, in the middle, at the last batch and after it. All kinds are in tests/frameworks."""
+    assert not wrong([program])
+
+
+@pytest.mark.parametrize("sampler", sorted(SAMPLERS))
+def test_order_is_theirs(sampler: str) -> None:
+    """Three epochs; with workers, which persist or not, where that moves the generator in other ways."""
+    with_workers = [("map", sampler, 2, 1, persistent) for persistent in (False, True)]
+    for program in [("map", sampler, 0, 1, False), *(with_workers if sampler in ("shuffled", "counted") else ())]:
+        theirs, ours = make(Theirs, program), make(StatefulDataLoader, program)
+        torch.manual_seed(1)
+        expected = [plain(theirs) for _ in range(3)]
+        torch.manual_seed(1)
+        assert [plain(ours) for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_states_of_maps_fit_any_number_of_workers(num_workers: int) -> None:
+    """Where there were workers and are none now, later epochs have another order, as torchdata's own do."""
+    program = ("map", "shuffled", 3, 4, False)
+    for moment, (state, *expected) in states(program).items():
+        loader = make(StatefulDataLoader, program, num_workers)
+        loader.load_state_dict(state)
+        if num_workers or moment != "after":
+            assert plain(loader) == expected[0], moment
+
+
+def test_states_of_datasets_fit_as_many_workers() -> None:
+    """Unless all workers had the same."""
+    program = ("map with a state", "shuffled", 3, 4, False)
+    found = states(program)
+    loader = make(StatefulDataLoader, program, 2)
+    loader.load_state_dict(found["before"][0])
+    with pytest.raises(StateMismatchError, match="num_workers"):
+        loader.load_state_dict(found["last batch"][0])
+
+
+def test_states_of_streams_fit_as_many_workers() -> None:
+    """Another number is refused by name."""
+    for dataset in ("stream", "its own iterator"):
+        program = (dataset, "sequential", 3, 1, False)
+        for moment, (state, *_) in states(program).items():
+            if moment != "after":
+                for num_workers in (0, 2):
+                    loader = make(DataLoader, program, num_workers)
+                    with pytest.raises(StateMismatchError, match="num_workers"):
+                        loader.load_state_dict(state)
+                        iter(loader)
+
+
+def test_convert_writes_a_state_of_ours() -> None:
+    """It is as good as the state itself, and nothing of the loader moves."""
+    program = ("map", "shuffled", 0, 1, False)
+    state, *expected = states(program)["middle"]
+    loader = make(StatefulDataLoader, program)
+    before = loader.state_dict()
+    ours = convert(state, loader)
+    assert loader.state_dict() == before
+    assert convert(ours, loader) == ours
+    assert outcome(program, ours, expected, StatefulDataLoader) == "equal"
+
+
+def test_set_epoch_after_a_load_is_that_of_the_state() -> None:
+    """A state of torchdata does not say its epoch: trainers set that before or after they load."""
+    program = ("map", "distributed", 0, 1, False)
+    theirs = make(Theirs, program)
+    theirs.sampler.set_epoch(3)
+    iterator = iter(theirs)
+    for _ in range(2):
+        next(iterator)
+    state, rest = theirs.state_dict(), plain(iterator)
+    ours = make(DataLoader, program)
+    ours.load_state_dict(state)
+    ours.set_epoch(3)
+    assert plain(ours) == rest
+
+
+def test_what_does_not_fit_is_named() -> None:
+    """Another batch size, kind of dataset, sampler; a state of nodes; half a state."""
+    shuffled = states(("map", "shuffled", 0, 1, False))["middle"][0]
+    stream = states(("stream", "sequential", 0, 1, False))["middle"][0]
+    with_state = states(("map", "own, with a state", 0, 1, False))["middle"][0]
+    plainest = states(("map", "sequential", 0, 1, False))["middle"][0]
+    cases = [
+        ("batch_size", StatefulDataLoader(range(23), 3, shuffle=True), shuffled),
+        ("kind", StatefulDataLoader(range(23), 4), stream),
+        ("sampler", StatefulDataLoader(range(23), 4), shuffled),
+        ("sampler", StatefulDataLoader(range(23), 4), with_state),
+        ("sampler", StatefulDataLoader(range(23), 4, shuffle=True), plainest),
+        ("kind", StatefulDataLoader(range(23), 4), {"root": {}, "num_yielded": 3}),
+        ("keys", StatefulDataLoader(range(23), 4), {"_num_yielded": 3}),
+        ("version", StatefulDataLoader(range(23), 4), {"position": 3}),
+    ]
+    for name, loader, state in cases:
+        with pytest.raises(StateMismatchError) as caught:
+            loader.load_state_dict(state)  # type: ignore[attr-defined]
+        assert caught.value.field == name
