@@ -21,8 +21,8 @@ class ErrorLimit:
 
     So which batch is the first to exceed the limit depends on the data alone. Called by consumers, under their lock.
 
-    A share is taken of the samples of a run, if their number is known; otherwise of those that were planned so far, or
-    of 1000 where they are fewer.
+    A share is taken of the samples of a run, if their number is known; otherwise of those that the batches planned so
+    far have, as far as that is known, or of 1000 where they are fewer.
 
     Args:
         options: With the limit.
@@ -35,7 +35,7 @@ class ErrorLimit:
         self._instead = "a good one of its batch takes its place" if is_replaced else "the batch is made without it"
         self._limit = options.max_errors
         self._num_samples = options.num_samples() if isinstance(self._limit, float) else None
-        self._planned_before = progress.now.position * (options.batch_size or 1)
+        self._samples_in_batch = options.samples_in_batch
         self._bad_before = progress.now.bad_count
         self._progress = progress
         self.faults = faults
@@ -71,4 +71,4 @@ class ErrorLimit:
             return float("inf")
         if isinstance(limit, int):
             return limit
-        return limit * (self._num_samples or max(self._planned_before + self._progress.named_samples, _LEAST_EXPECTED))
+        return limit * (self._num_samples or max(self._progress.read * self._samples_in_batch, _LEAST_EXPECTED))

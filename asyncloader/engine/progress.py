@@ -162,7 +162,6 @@ class Progress:
         self.read = position  # batches of keys that the plan has given out
         self.asked = position  # answers of the sampler: batches, or its end; not of those that draw once
         self.asked_alone: int | None = None  # before another run of the loader began, which reads the same sampler
-        self.named_samples = 0  # that those of this run have named
         self._firsts = {position: sample}  # of batches that were read, and of the next: the number of the first sample
         self.knows_places = knows_places
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys

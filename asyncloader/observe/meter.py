@@ -1,12 +1,12 @@
 """Count what one run over the data does, as it goes by.
 
     loop thread ── the beginning of a row ────────────┐
-    consumers (under their lock) ── took ── its end ──┴── 256 at once ──> timings ──┬── stats() ──> LoaderStats
+    consumers (under their lock) ── took ── its end ──┴── many at once ──> timings ──┬── stats() ──> LoaderStats
     loop thread ── made ── records of a worker ────────── 256 at once ──> WorkerStats
 
 What is known of a batch goes along with it, as clocks have told it, and becomes a row when a consumer takes the batch.
-What follows from the numbers is worked out of 256 rows at once, with numpy. What workers have noted is counted beside
-that: whoever decides about the number of workers asks for batches that nobody has taken yet.
+What follows from the numbers is worked out of hundreds of rows at once, with numpy. What workers have noted is counted
+beside that: whoever decides about the number of workers asks for batches that nobody has taken yet.
 
 Only consumers add rows, one at a time, and only the loop thread adds records. Any thread may ask for statistics,
 without a lock: sums and what is not in them yet change together, in one assignment.
@@ -18,7 +18,6 @@ compared with what is noted here.
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -33,6 +32,7 @@ from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.figures import Stages, Waiting, Workers, WorkerStats
 from asyncloader.observe.record import HERE, ROW, Record, whole_row
+from asyncloader.observe.stalls import stalled_s
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.timing import Timing
 from asyncloader.observe.trace import Trace
@@ -40,7 +40,8 @@ from asyncloader.observe.trace import Trace
 log = logging.getLogger("asyncloader")
 
 _MOST_ROWS = 256
-_FOLD_AT = _MOST_ROWS * len(ROW)
+_LOOK_EVERY_S = 0.02
+_STALLS_EVERY_S = 0.1  # to ask takes up to 100 us
 _LATE = ("consumer", "sampler", "batch", "training")  # for the first batch nobody trains yet: it waits for the start
 
 
@@ -50,13 +51,12 @@ def _columns(numbers: Iterable[NDArray[np.float64]]) -> dict[str, NDArray[np.flo
     A consumer that has to wait waits for the keys until the ticket is sent; after the batch has come, it reads further.
     What this process makes itself is pinned before it is there, and its CPU time is not told apart from training.
     """
-    row = SimpleNamespace(**dict(zip(ROW, numbers, strict=True)))
+    row = SimpleNamespace(**dict(zip((*ROW, "idle_from"), numbers, strict=True)))
     is_here = row.worker < 0
     work = np.where(is_here, row.read_at - row.began, row.fetch_s + row.collate_s + row.encode_s)
     return {
         "samples": row.samples,
         "bytes": row.nbytes,
-        "stalled": row.stalled_s * is_here,  # that of workers is counted with them
         "ahead": row.ahead,
         "lay_ready": row.lay_ready,
         "queue": row.began - row.sent_at,
@@ -75,13 +75,13 @@ def _columns(numbers: Iterable[NDArray[np.float64]]) -> dict[str, NDArray[np.flo
     }
 
 
-def _plus(timings: dict[str, Timing], rows: array[float], names: tuple[str, ...]) -> dict[str, Timing]:
-    """Return the timings with these rows."""
+def _plus(timings: dict[str, Timing], idle_from: float, rows: list[Sequence[float]]) -> dict[str, Timing]:
+    """Return the timings with these rows; the batch before them was taken at ``idle_from``."""
     if not rows:
         return timings
     late = _LATE if not timings else ()
-    numbers = np.array(rows).reshape(-1, len(names)).T
-    columns = _columns(numbers if names is ROW else whole_row(numbers))
+    numbers = whole_row([*np.array(rows, float).T])
+    columns = _columns([*numbers, np.array([idle_from, *numbers[-1][:-1]])])
     return {name: timings.get(name, Timing()).plus(each[name in late :]) for name, each in columns.items()}
 
 
@@ -122,26 +122,29 @@ class Meter:
         self._changes: dict[float, int] = {}
         self._renewals = 0
         # Written by consumers, one at a time.
-        self._state: tuple[dict[str, Timing], array[float]] = ({}, array("d"))
-        self._names: tuple[str, ...] = ROW
+        # Of the batches so far: timings, when the last batch in them was taken, and rows of those that are not in them.
+        self._state: tuple[dict[str, Timing], float, list[Sequence[float]]] = ({}, 0.0, [])
+        self._look_at = 0.0
         self._first_at = 0.0
         self._first_cpu_s = 0.0
         self._last_cpu_s = 0.0
-        self._cpu_due_at = 0.0  # a system call for each batch would take as long as counting it otherwise
-        self._taken_at = 0.0  # when a batch was taken last, from when on the consumer trains
+        self._first_stalled_s = 0.0
+        self._last_stalled_s = 0.0
+        self._stalls_due_at = 0.0
 
     @property
     def taken_at(self) -> float:
         """When a batch was taken last; 0.0 before the first one."""
-        return self._taken_at
+        _, before, rows = self._state
+        return rows[-1][-1] if rows else before
 
     def _mark(self, text: str, at: float) -> None:
         if self._trace is not None:
             self._trace.mark(text, at)
 
     def _timings(self) -> defaultdict[str, Timing]:
-        timings, rows = self._state
-        return defaultdict(Timing, _plus(timings, rows[:], self._names))
+        timings, before, rows = self._state
+        return defaultdict(Timing, _plus(timings, before, rows[:]))
 
     # ------------------------------------------------------------------------------------------- loop thread
 
@@ -183,36 +186,35 @@ class Meter:
         """
         now = perf_counter()
         # Another list: a call that is interrupted comes here once more, with the same beginning.
-        self._add([*row, asked_at or came_at, came_at, now, self._taken_at, ahead, ready], now)
+        self.add([*row, asked_at or came_at, came_at, ahead, ready, now])
 
-    def makes_here(self) -> None:
-        """Say that batches are made by who takes them: rows are short, and counted by `took_here`."""
-        self._names = HERE
-
-    def took_here(self, row: list[float]) -> None:
-        """Count a batch that this process has made itself, and pinned if it is to be, for the consumer that takes it.
+    def add(self, row: Sequence[float]) -> None:
+        """Count a batch that a consumer takes.
 
         Args:
-            row: What `HERE` names, but for the last.
+            row: What `ROW` names; or, of a batch that this process has made itself, and pinned if it is to be, `HERE`.
         """
-        row.append(self._taken_at)
-        self._add(row, row[5])
+        self._state[2].append(row)
+        if row[-1] > self._look_at:
+            self._look(row)
 
-    def _add(self, row: list[float], now: float) -> None:
-        if now > self._cpu_due_at:
-            self._last_cpu_s = process_time()
-            self._cpu_due_at = now + 0.001 + 0.01 * (now - self._began)
-            if not self._first_at:
-                self._first_at, self._first_cpu_s = now, self._last_cpu_s
-        if self._trace is not None:
-            self._trace.note(self._epoch, row if self._names is ROW else whole_row(row))
+    def _look(self, row: Sequence[float]) -> None:
+        """Do what would take longer than counting a batch, if it were done for each."""
+        (timings, before, rows), now = self._state, row[-1]
+        self._last_cpu_s = process_time()
+        if len(row) == len(HERE) and now > self._stalls_due_at:
+            self._last_stalled_s, self._stalls_due_at = stalled_s(), now + _STALLS_EVERY_S
+        if not self._first_at:
+            self._first_at, self._first_cpu_s = now, self._last_cpu_s
+            self._first_stalled_s = self._last_stalled_s
+        if self._trace is None:
+            self._look_at = now + min(_LOOK_EVERY_S, 0.001 + 0.01 * (now - self._began))
+        else:
+            self._trace.note(self._epoch, [*whole_row(row), rows[-2][-1] if len(rows) > 1 else before])
             if self._trace.is_due:
                 self._trace.write()
-        timings, rows = self._state
-        rows.fromlist(row)
-        if len(rows) >= _FOLD_AT:
-            self._state = _plus(timings, rows, self._names), array("d")
-        self._taken_at = now
+        if len(rows) >= _MOST_ROWS:
+            self._state = _plus(timings, before, rows), now, []
 
     def log_summary(self) -> None:
         """Say in the log, once, how the run went: everything was taken."""
@@ -252,7 +254,7 @@ class Meter:
             batches=count,
             samples=round(found["samples"].total_s),
             bytes=round(found["bytes"].total_s),
-            elapsed_s=self._taken_at - self._began if count else 0.0,
+            elapsed_s=self.taken_at - self._began if count else 0.0,
             first_batch_s=self._first_at - self._began if count else 0.0,
             training_s=found["training"].total_s,
             main_cpu_s=max(0.0, main_cpu_s - cpu_s * bool(self._options.get("in_process"))),
@@ -268,7 +270,7 @@ class Meter:
             workers=Workers(
                 each,
                 cpu_s,
-                sum(worker.stalled_s for worker in each) + found["stalled"].total_s,
+                sum(worker.stalled_s for worker in each) + self._last_stalled_s - self._first_stalled_s,
                 dict(self._changes),
                 self._renewals,
             ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -37,21 +37,23 @@ ROW = (
     *Record._fields,
     *("worker", "batch", "nbytes", "sent_at", "arrived_at"),
     *("read_at", "pin_s", "made_at", "ready_at"),
-    *("asked_at", "came_at", "taken_at", "idle_from", "ahead", "lay_ready"),
+    *("asked_at", "came_at", "ahead", "lay_ready", "taken_at"),
 )
 """The numbers of a batch, in the order of a row, which grows line by line as the batch goes its way. The worker is -1
-for this process. Nothing is left to be done for the batch (``made_at``), it is its turn; the consumer has asked for
-it, need not wait any longer, has taken it; it has trained since it took the one before, when so many batches were being
-made or waiting (``ahead``), and so many of them lay ready."""
+for this process. Nothing is left to be done for the batch (``made_at``), it is its turn; the consumer has asked for it,
+and need not wait any longer; so many batches were being made or waiting then (``ahead``), and so many of them lay
+ready; the consumer has taken the batch. Until it asks for the next one it trains."""
 
-HERE = ("ticket", "samples", "stalled_s", "began", "fetched_at", "made_at", "asked_at", "idle_from")
+HERE = ("batch", "samples", "began", "fetched_at", "asked_at", "taken_at")
 """Those of a batch that who takes it has made."""
 
 
-def whole_row(here: Iterable[Any]) -> list[Any]:
-    """Return a row of what `HERE` names: numbers, or columns of many batches."""
-    batch, samples, stalled_s, began, fetched_at, made_at, asked_at, idle_from = here
+def whole_row(row: Sequence[Any]) -> Sequence[Any]:
+    """Return a row of what `ROW` names, of one of that or of `HERE`: of numbers, or of columns of many batches."""
+    if len(row) != len(HERE):
+        return row
+    batch, samples, began, fetched_at, asked_at, made_at = row
     no = 0.0 * began  # as many of them
-    record = [batch, no, samples, began, no, fetched_at - began, made_at - fetched_at, no, stalled_s, no, no]
-    way = [no - 1, batch, no, began, made_at, made_at, no, made_at, made_at, asked_at, made_at, made_at]
-    return [*record, *way, idle_from, no, no]
+    record = [batch, no, samples, began, no, fetched_at - began, made_at - fetched_at, no, no, no, no]
+    way = [no - 1, batch, no, began, made_at, made_at, no, made_at, made_at, asked_at, made_at]
+    return [*record, *way, no, no, made_at]

@@ -111,7 +111,7 @@ class Trace:
         if isinstance(what, str):
             yield {"ph": "i", "s": "g", "pid": 1, "tid": _CONSUMER, "name": what, "ts": self._us(value)}
             return
-        row = SimpleNamespace(**dict(zip(ROW, value, strict=True)))
+        row = SimpleNamespace(**dict(zip((*ROW, "idle_from"), value, strict=True)))
         args = {"batch": int(row.batch), "epoch": what}
         for track, name, began, seconds in self._slices(row):
             if track not in self._named:

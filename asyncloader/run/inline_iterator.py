@@ -127,11 +127,12 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         plan, made, faults = start.plan, start.checkpointer, Faults()
         meter = self._runs.make_meter(options, made.epoch, 0, 0, faults, keys_arrive=plan.arrives)
         self._runs.meter = meter
-        meter.makes_here()
         maker = self._make_maker(start)
         make: Callable[[int, Any], Any] = maker.make
         if options.seeds_each_sample:
             make = partial(_make_alone, partial(alone, made.key, maker.seeder.own), make)
+        if options.knows_places:
+            make = partial(_make_placed, made.progress.placed, make)
         if self._pinned_for is not None:
             make = partial(_make_pinned, partial(pinned, device=self._pinned_for), make)
         thread = MakerThread(make, self._handoff.wake)
@@ -139,13 +140,15 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         limit, arrivals = ErrorLimit(options, made.progress, faults), Arrivals(self, plan)
         if plan.arrives:  # whoever brings keys may wait for those who take batches
             exits.note_user()
+        begun_at = made.progress.now
+        counts_simply = options.on_error == "raise" and begun_at.tracks is None and not begun_at.ahead
         self._dataset_fetcher = None  # torch's
         self._names = namer(options.dataset, of_batches=options.auto_collation)
         self._is_torn = self.is_closed = False
         # By assignments alone: another thread, or a task, may be about to go on with the run before.
         self._plan, self._progress, self._maker, self._make = plan, made.progress, maker, make
         self._meter, self._limit, self._arrivals, self._thread = meter, limit, arrivals, thread
-        self._is_counted_simply = made.progress.now.tracks is None and not made.progress.now.ahead
+        self._counts_simply, self._rest = counts_simply, begun_at[1:]
         self._in_hand: Any = NOTHING
 
     def _make_maker(self, start: RunStart) -> BatchMaker:
@@ -182,62 +185,61 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         with self._lock:
             if self._pass is not exits.token:
                 self._enter(FOR)
-            while (batch := self._in_hand) is NOTHING:
-                if not self._make_next(asked_at):
-                    raise StopIteration
+            while self._in_hand is NOTHING:
+                self._make_next(asked_at)
             if self._IterableDataset_len_called is not None:
                 self.check_length()
-            self._count()
             self._num_yielded += 1
-        return batch
+            return self._count()
 
-    def _make_next(self, asked_at: float) -> bool:
-        """Have the next batch in hand, unless it is left out; False at the end.
+    def _make_next(self, asked_at: float) -> None:
+        """Have the next batch in hand, unless it is left out.
 
         Raises:
+            StopIteration: at the end.
             BaseException: what is raised in the place of a batch, which is counted.
         """
-        plan, progress, maker = self._plan, self._progress, self._maker
-        keys = self._read_arriving() if plan.arrives else plan.read()
+        plan, maker = self._plan, self._maker
+        if plan.arrives:
+            self._wait_for_keys()
+        keys, began = plan.read(), perf_counter()
         if keys is END or keys is VOID:
-            return self._pass_over(keys)
-        number, began, thread = progress.read - 1, perf_counter(), self._thread
+            self._pass_over(keys)
+            return
+        number = self._progress.read - 1
         try:
-            batch = self._make(number, progress.placed(number, keys) if progress.knows_places else keys)
-            if thread is not self._thread:  # another thread has loaded a state meanwhile: the batch is of no run
-                return True
+            batch = self._make(number, keys)
             if maker.bad and (error := self._too_many()) is not None:
                 raise error
-            self._in_hand = batch
         except BaseException as raised:
             if maker.host.ends(raised):
                 self._is_torn, self._pass = self._options.is_iterable, None
                 raise
-            return self._give_error(raised)
-        self._note(number, asked_at, began)
-        return True
+            if plan is self._plan:
+                self._give_error(raised)
+            return
+        if plan is self._plan:  # otherwise another thread has loaded a state meanwhile: the batch is of no run
+            self._in_hand = batch
+            self._meter.add((number, maker.count, began, maker.fetched_at, asked_at, perf_counter()))
 
-    def _read_arriving(self) -> Any:
-        """Return the next keys, when they are there."""
+    def _wait_for_keys(self) -> None:
+        """Wait until the next keys are there."""
         self._progress.follower()  # before the batch is read: it may depend on that
         while self._arrivals.must_wait():
             self._handoff.wait(self._has_news, None)
             self._check_usable()
-        return self._plan.read()
 
     # -------------------------------------------------------------------------------------------------- async for
 
     async def _take_async(self, asked_at: float) -> Any:
-        while (batch := self._in_hand) is NOTHING:
-            if not await self._make_next_aside(asked_at):
-                raise StopAsyncIteration
+        while self._in_hand is NOTHING:
+            await self._make_next_aside(asked_at)
         if self._IterableDataset_len_called is not None:
             self.check_length()
-        self._count()
         self._num_yielded += 1
-        return batch
+        return self._count()
 
-    async def _make_next_aside(self, asked_at: float) -> bool:
+    async def _make_next_aside(self, asked_at: float) -> None:
         """Have the next batch in hand as `_make_next` does, made by the thread.
 
         A task that was cancelled while it waited has left its batch to the next one.
@@ -246,26 +248,27 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         if not thread.is_asked:
             keys = await self._read_aside()
             if keys is END or keys is VOID:
-                return self._pass_over(keys)
+                self._pass_over(keys)
+                return
             if not thread.has_begun:
                 self._maker.pause_with(Pause())
-            number = self._progress.read - 1
-            thread.ask(number, self._progress.placed(number, keys))
+            thread.ask(self._progress.read - 1, keys)
         while (made := thread.made) is None:
             await self._wait()
             if thread is not self._thread:  # a state was loaded meanwhile
-                return True
+                return
         self._in_hand, error = made
         thread.is_asked, thread.made = False, None
         try:
             if error is None:
                 error = self._too_many()
             if error is not None:
-                return self._give_error(error, in_async_for=True)
+                self._give_error(error)
+                return
         finally:
             del made, error  # a traceback that refers to this frame would keep the iterator alive
-        self._note(self._progress.read - 1, asked_at, began)
-        return True
+        maker = self._maker
+        self._meter.add((self._progress.read - 1, maker.count, began, maker.fetched_at, asked_at, perf_counter()))
 
     async def _read_aside(self) -> Any:
         """Return the next keys, when they are there. The sampler is the user's, and is read in the caller's thread."""
@@ -303,28 +306,21 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         finally:
             self._handoff.wake()
 
-    def _pass_over(self, keys: Any) -> bool:
-        """Go on at the end, or at a batch that was done with before the run; False at the end."""
+    def _pass_over(self, keys: Any) -> None:
+        """Raise at the end; go on at a batch that was done with before the run."""
         if keys is END:
             self._meter.log_summary()
             self._progress.note_end()
-            return False
+            raise StopIteration if self._face == FOR else StopAsyncIteration
         self._plan.keys = NOTHING
-        return True
 
     def _too_many(self) -> BaseException | None:
         """Return what is due if too many samples have raised by now."""
         bad = self._maker.bad
         return self._limit.count(bad, self._progress.now.bad_count) if bad else None
 
-    def _note(self, number: int, asked_at: float, began: float) -> None:
-        """Count the times of the batch in hand."""
-        maker, made_at = self._maker, perf_counter()
-        stalled_s = maker.stalled_s(made_at) if made_at >= maker.stalls_due_at else 0.0
-        self._meter.took_here([number, maker.count, stalled_s, began, maker.fetched_at, made_at, asked_at])
-
-    def _give_error(self, error: BaseException, *, in_async_for: bool = False) -> bool:
-        """Raise what stands in the place of a batch, or pass over one that is left out; False at a stream's end."""
+    def _give_error(self, error: BaseException) -> None:
+        """Raise what stands in the place of a batch, or the end of a stream; pass over a batch that is left out."""
         maker, options, faults = self._maker, self._options, self._meter.faults
         raised: BaseException | None = None
         try:
@@ -332,39 +328,39 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 if isinstance(snapshot := maker.last_snapshot(), Frozen):
                     self._progress.ends = {0: snapshot}
                 self._plan.keys = END
-                return self._pass_over(END)
+                self._pass_over(END)
             raised = self._too_many()
             if raised is None and isinstance(error, NoGoodSample):
                 if options.on_error == "skip":
                     bad = [sample.key for sample in maker.bad]
                     faults.left_out.append(bad if options.auto_collation else bad[0])
                     self._count()
-                    return True
+                    return
                 maker.blame, error = Blame(error.position), error.first
             if raised is None:
                 keys = None if options.is_iterable else self._names(self._plan.keys)
                 raised = LocalError(error, "", maker.blame).rebuild(keys)
-            raised = stand_in(raised, in_async_for=in_async_for)
+            raised = stand_in(raised, in_async_for=self._face != FOR)
             faults.errors += 1
             self._count()
             raise raised
         finally:
             del error, raised  # a traceback refers to this frame
 
-    def _count(self) -> None:
-        """Count the batch in hand, or what stands in its place: it is given."""
-        plan, progress, maker = self._plan, self._progress, self._maker
-        place = progress.now
-        if self._is_counted_simply and not maker.bad:
-            position, *rest = place
-            place = _new(Place, (position + 1, *rest))
-        else:
-            number, in_stream, keys = progress.read - 1, -1, None
-            if not self._options.is_iterable:
-                in_stream, keys = number, progress.placed(number, plan.keys)
-            place = place.after(number, 0, in_stream, maker.snapshot, keys, len(maker.bad))
+    def _count(self) -> Any:
+        """Count the batch in hand, or what stands in its place, which is given; return it."""
+        progress, batch = self._progress, self._in_hand
+        place = _new(Place, (progress.read, *self._rest)) if self._counts_simply else self._next_place()
         # From here on nothing is called: neither can a signal's handler run, nor another thread.
-        progress.now, plan.keys, self._in_hand = place, NOTHING, NOTHING
+        progress.now, self._plan.keys, self._in_hand = place, NOTHING, NOTHING
+        return batch
+
+    def _next_place(self) -> Place:
+        plan, progress, maker = self._plan, self._progress, self._maker
+        number, in_stream, keys = progress.read - 1, -1, None
+        if not self._options.is_iterable:
+            in_stream, keys = number, progress.placed(number, plan.keys)
+        return progress.now.after(number, 0, in_stream, maker.snapshot, keys, len(maker.bad))
 
     # -------------------------------------------------------------------------------------------------- ending
 
@@ -412,6 +408,11 @@ def _make_alone(aside: Callable[[], Any], make: Callable[[int, Any], Any], numbe
     """Make a batch whose samples seed the global generators, which stay the trainer's."""
     with aside():
         return make(number, keys)
+
+
+def _make_placed(placed: Callable[[int, Any], Any], make: Callable[[int, Any], Any], number: int, keys: Any) -> Any:
+    """Make a batch whose samples know their places in the epoch."""
+    return make(number, placed(number, keys))
 
 
 def _make_pinned(pin: Callable[[Any], Any], make: Callable[[int, Any], Any], number: int, keys: Any) -> Any:

@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice, repeat
+from itertools import repeat
 from types import GeneratorType
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from asyncloader.messages.snapshot import Frozen, Pace
 from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
 from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
-from asyncloader.run.random_order import RandomOrder, indices, skip, take
+from asyncloader.run.random_order import Batches, RandomOrder, indices, skip
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
@@ -109,14 +109,13 @@ class Plan:
         self._pair = Indices if with_arrays else None
         self._takes_apart = _is_torchs(index_sampler, iterator)
         self._size = index_sampler.batch_size if self._takes_apart else 1
-        self._feed = _feed(iterator)  # where the sampler is not taken apart
+        self._batches: Batches | None = None  # what the sampler is taken apart by
+        self._feed = _feed(iterator)
+        self._is_quick = False  # nothing is to be noted when it is read
         self._is_new = False  # what is in `keys` is as the sampler gave it, and not counted
-        self._is_plain = False  # see `_read_plain`
-        self._pieces: RandomOrder | None = None  # what torch's RandomSampler is read by
-        self._is_gathered = self._draws_apart = False
+        self._draws_apart = False
         self._is_answer = False  # that is one of those which `Progress.asked` counts
         self._is_noted = True  # the sampler's state is due after a batch, or places of samples are counted
-        self._begun: list[Any] = []  # a batch that is being taken apart: an iterator may be interrupted in its middle
         self._ended_by = ""  # the interrupt that has finished a generator of the sampler's
         self._consumer: Callable[[], Any] = _nobody
         self._inner: Any = None if self._takes_apart else iterator  # what may have a state
@@ -134,7 +133,7 @@ class Plan:
         self._may_draw = may_draw  # while it is read, from global generators
         # Blocks of samples, while the sampler is read.
         self._keeps_out = not self.arrives
-        self._is_simple = self.arrives and order is None  # nothing is to be noted when it is read
+        self._is_simple = self.arrives and order is None  # it draws nothing when it is read
         self._is_stateful: bool | None = None  # known when the iterator within is there
         self._has_state = False
         self._sampler_run: Run | None = None  # of a sampler of ours, that of this plan
@@ -152,38 +151,28 @@ class Plan:
 
     def read(self) -> Any:
         """Read the keys of the next batch, unless there are some that nobody has taken; return `keys`."""
+        if not self._is_quick:
+            self._read_noting()
+        elif self.keys is NOTHING:
+            try:
+                for self.keys in self._feed:  # noqa: B020 - an attribute of ours
+                    self._progress.read += 1
+                    break
+                else:
+                    self.keys = END
+            except BaseException as error:
+                self._note_raised(error)
+                raise
+        return self.keys
+
+    def _read_noting(self) -> None:
         if self.keys is NOTHING:
-            if self._is_plain:
-                return self._read_plain()
             if self._is_simple:
                 self._ask()
             else:
                 self._ask_watched()
         if self._is_new:
             self._count()
-        return self.keys
-
-    def _read_plain(self) -> Any:
-        """Read a batch of torch's BatchSampler, where nothing is to be noted: all but the first of most epochs."""
-        begun, size = self._begun, self._size
-        try:
-            if self._pieces is None:
-                begun.extend(islice(self._inner, size - len(begun)))  # an iterator leaves what it has given before
-            elif not begun:
-                begun = self._begun = self._pieces.take(size, self._pair)
-        except BaseException as error:
-            self._note_raised(error)
-            raise
-        if len(begun) < size:
-            self._is_plain, self._is_new, self.keys = False, True, begun
-            self._count()
-            return self.keys
-        progress = self._progress
-        # From here on nothing is called.
-        self.keys, self._begun = begun, []
-        progress.read += 1
-        progress.named_samples += size
-        return begun
 
     def _ask(self) -> None:
         """Ask the sampler for a batch of keys, or its end, which stays: some iterators would begin anew."""
@@ -196,52 +185,37 @@ class Plan:
         try:
             if self._inner is None:
                 self._begin_inner()
-            if self._takes_apart:
-                self.keys = take(self._inner, self._size, self._begun, self._pair)
+            for self.keys in self._feed:  # noqa: B020 - an attribute of ours
+                break
             else:
-                for self.keys in self._feed:  # noqa: B020 - an attribute of ours
-                    break
-                else:
-                    self.keys = END
+                self.keys = END
         except BaseException as error:
             self._note_raised(error)
             raise
 
     def _count(self) -> None:
-        """Take what was read for a batch of keys, or the end, and count it. May be done again."""
+        """Count the batch of keys that was read. May be done again."""
         keys, progress = self.keys, self._progress
-        count = len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
-        if is_short := self._takes_apart and len(keys) < self._size:
-            self._end()
-            if not keys or self._index_sampler.drop_last:
-                keys = END
         if self._is_noted and keys is not END:
-            self._note_state(is_short=is_short)
+            count = len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
+            self._note_state(is_short=self._takes_apart and count < self._size)
             progress.note_read(count)
             self._is_noted = progress.knows_places or bool(self._is_stateful)
         # From here on nothing is called: neither can a signal's handler run, nor another thread.
-        if keys is END:
-            self.keys = END
-        else:
+        if keys is not END:
             if progress.read in self._done:
                 self.keys = VOID
-            else:
-                progress.named_samples += count
             progress.read += 1
         if self._is_answer:
             progress.asked += 1
-        self._begun, self._is_new, self._is_answer = [], False, False
-        self._is_plain = (
-            self._takes_apart
-            and self._is_simple
-            and not (is_short or self._is_noted or self._done or self._is_gathered)
-        )
+        self._is_new = self._is_answer = False
+        self._is_quick = self._is_simple and not (self._is_noted or self._done)
 
     def draw_apart(self) -> None:
         """Have large permutations be drawn by who reads this, in another thread: see `DrawDue`."""
         self._draws_apart = True
-        if self._pieces is not None:
-            self._pieces.draws_apart = True
+        if type(self._inner) is RandomOrder:
+            self._inner.draws_apart = True
 
     def end_with(self, consumer: object) -> None:
         """Have keys be read ahead for this object alone: see `EndsWithConsumer`. Called before they are read."""
@@ -258,11 +232,11 @@ class Plan:
             cast(EndsWithConsumer, self._inner).leave()
 
     def _begin_inner(self) -> None:
-        self._inner = indices(self._index_sampler.sampler)
-        if type(self._inner) is RandomOrder:
-            self._pieces = self._inner
-            self._pieces.draws_apart = self._draws_apart
-        self._is_gathered = self._pair is not None and self._pieces is None  # arrays of indices are made one by one
+        self._inner = inner = indices(self._index_sampler.sampler)
+        if self._draws_apart:
+            self.draw_apart()
+        self._batches = Batches(inner, self._size, self._index_sampler.drop_last, self._pair)
+        self._feed = _feed(self._batches)
         self._bind()
 
     def _bind(self) -> None:
@@ -277,7 +251,7 @@ class Plan:
             if self._inner is None:
                 self._begin_inner()
             arrived = getattr(self._inner, "arrived", None)  # None: it is at its end, and another stands in its place
-            count = self._size - len(self._begun)
+            count = 1 if self._batches is None else self._batches.num_missing
             return arrived is not None and not arrived(count, tell)
         except Exception:  # there is nothing more, as after what `next` raises
             self._end()
@@ -285,8 +259,7 @@ class Plan:
 
     def _end(self) -> None:
         """Have nothing more come: the iterator is not asked again, as some begin anew."""
-        self._inner = iter(())
-        self._feed = _feed(self._inner)
+        self._inner = self._feed = iter(())
 
     def _ask_watched(self) -> None:
         """Ask the sampler, which may draw, or is to draw its order now. Such answers are counted."""
@@ -326,13 +299,12 @@ class Plan:
         if isinstance(error, Exception):
             if self._takes_apart:
                 self._end()
-                self._begun = []
             return
         trace = error.__traceback__
         while trace is not None and not trace.tb_frame.f_code.co_flags & inspect.CO_GENERATOR:
             trace = trace.tb_next
         if trace is not None:
-            self._ended_by = type(error).__name__
+            self._ended_by, self._is_quick = type(error).__name__, False
 
     def _note_state(self, *, is_short: bool) -> None:
         """Take the sampler's state after a batch, if there is one, and it is due."""

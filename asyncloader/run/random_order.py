@@ -1,4 +1,4 @@
-"""torch's RandomSampler, read batch by batch: its order and its draws, without a list of the whole.
+"""torch's BatchSampler and RandomSampler, read batch by batch: their order and draws, without a list of the whole.
 
 torch makes a list of its permutation before the first index is there: 40 bytes an index beside the 8 of the tensor. And
 its iterator is a generator, which a Ctrl-C that hits inside ends, and with it the epoch.
@@ -22,6 +22,7 @@ from torch.utils.data import RandomSampler
 _LARGE = 1 << 18
 """To draw a permutation of more takes milliseconds."""
 _RangeIterator = type(iter(range(0)))
+_NO_MORE: Iterator[Any] = iter(())
 _torch_iter = RandomSampler.__iter__
 
 
@@ -37,21 +38,47 @@ Pair: TypeAlias = Callable[[list[int], NDArray[np.int64]], list[int]]
 """Makes a list that has its indices as an array, too."""
 
 
-def take(iterator: Iterator[Any], count: int, begun: list[Any], pair: Pair | None = None) -> list[Any]:
-    """Return the next `count` indices, or what is left.
+class Batches:
+    """Iterates as torch's BatchSampler does. A batch that an interrupt has come into is gone on with.
 
     Args:
-        iterator: As `indices` has made it.
-        count: How many.
-        begun: The draws of an earlier call that was interrupted; this call leaves its own there.
-        pair: Makes the list that is returned, where an array of the indices is at hand.
+        iterator: Over the sampler within, as `indices` has made it.
+        size: How many indices a batch has.
+        drop_last: Leave out a last batch that has fewer.
+        pair: Makes the list of a batch, where an array of its indices is at hand.
     """
-    if type(iterator) is RandomOrder:
-        return iterator.take(count, pair)
-    begun.extend(islice(iterator, count - len(begun)))  # an iterator that is interrupted leaves what it has given
-    if pair is not None and type(iterator) is _RangeIterator and begun and begun[-1] - begun[0] == len(begun) - 1:
-        return pair(begun, np.arange(begun[0], begun[0] + len(begun)))
-    return begun
+
+    def __init__(self, iterator: Iterator[Any], size: int, drop_last: bool, pair: Pair | None = None) -> None:
+        self._iterator = iterator
+        self._pieces = iterator if type(iterator) is RandomOrder else None
+        self._range_pair = pair if type(iterator) is _RangeIterator else None
+        self._size = size
+        self._drop_last = drop_last
+        self._pair = pair
+        self._begun: list[Any] = []
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self
+
+    def __next__(self) -> list[Any]:
+        begun, size = self._begun, self._size
+        if self._pieces is None:
+            begun.extend(islice(self._iterator, size - len(begun)))  # an interrupt leaves what was given before
+        elif not begun:
+            begun = self._begun = self._pieces.take(size, self._pair)
+        if len(begun) < size:
+            self._pieces, self._iterator = None, _NO_MORE  # some iterators begin anew if they are asked after the end
+            if not begun or self._drop_last:
+                raise StopIteration
+        if self._range_pair is not None and begun[-1] - begun[0] == len(begun) - 1:
+            begun = self._range_pair(begun, np.arange(begun[0], begun[0] + len(begun)))
+        self._begun = []  # from here on nothing is called
+        return begun
+
+    @property
+    def num_missing(self) -> int:
+        """How many indices are still to be read for the next batch."""
+        return self._size - len(self._begun)
 
 
 def skip(iterator: Iterator[Any], count: int) -> int:

@@ -7,10 +7,9 @@ each sample has its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
-from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +61,9 @@ class SampleContext:
         position: In the batch, from 0.
         first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
         switch: The worker's `GeneratorSwitch`, where samples overlap and have their own draws; otherwise None.
+
+    Attributes:
+        left: The iterator over the list of keys that samples are asked for by, which tells the position; or None.
     """
 
     _made_for: int | None = None
@@ -71,7 +73,8 @@ class SampleContext:
     _begun_by: SampleContext | None = None
     _generator: np.random.Generator
     _samples: dict[int, SampleContext] | None = None
-    _read: tuple[list[Any], Any] | None = None
+    _seeds: list[int] | None = None
+    left: Any = None
 
     def __init__(
         self, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, switch: Any = None
@@ -85,21 +88,31 @@ class SampleContext:
     @property
     def position(self) -> int:
         """In the batch, from 0."""
-        if self._read is None:
+        if self.left is None:
             return self._position
-        # What a list's iterator has left says which key it gave last; before the first one this is BATCH.
-        keys, iterator = self._read
-        return len(keys) - 1 - length_hint(iterator)
+        # A list's iterator says which key comes next: to set the position for each sample takes longer than to make
+        # some. Before the first key, and after the last one, it is the batch that is worked for.
+        place = self.left.__reduce__()[2:]
+        return place[0] - 1 if place else BATCH
 
     @position.setter
     def position(self, position: int) -> None:
-        self._position, self._read = position, None
+        self._position, self.left = position, None
+        if self._seeds is not None:
+            self._seed(self._seeds, position)
 
-    def reading(self, keys: list[Any]) -> Iterator[Any]:
-        """Return an iterator over the keys of the batch, by which the position is known: setting it takes longer."""
-        iterator = iter(keys)
-        self._read = keys, iterator
-        return iterator
+    def seed_each(self, count: int) -> None:
+        """Seed the generators for each of so many samples when its position is set, and for what comes before."""
+        assert self.first is not None
+        self._seeds = self.seeder.seeds(self.first, count)
+        self.seeder(self.first, WHOLE)
+
+    def _seed(self, seeds: list[int], position: int) -> None:
+        assert self.first is not None
+        if position >= 0:
+            self.seeder.set(seeds[position], self.first + position)
+        elif position == COLLATION:
+            self.seeder(self.first, COLLATE)
 
     @property
     def number(self) -> int:
@@ -150,35 +163,6 @@ class SampleContext:
         count = count if of == self.position else 0
         self._blocks = (self.position, count + 1)
         return count
-
-
-class SeedingContext(SampleContext):
-    """The context of a batch whose samples are made one after the other: seeds the generators for each.
-
-    Args:
-        seeder: The seeder of the worker, for this epoch.
-        batch: Number of the batch.
-        first: Number of the batch's first sample in the epoch.
-        count: How many samples the batch has.
-    """
-
-    def __init__(self, seeder: Seeder, batch: int, first: int, count: int) -> None:
-        self._seeds = seeder.seeds(first, count)
-        super().__init__(seeder, batch, BATCH, first)
-        seeder(first, WHOLE)
-
-    @property
-    def position(self) -> int:
-        """In the batch, from 0. Whoever sets it begins to make that sample, or the batch of them."""
-        return self._position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self._position = position
-        if position >= 0:
-            self.seeder.set(self._seeds[position], self.first + position)  # type: ignore[operator]
-        elif position == COLLATION:
-            self.seeder(self.first, COLLATE)  # type: ignore[arg-type]
 
 
 current: ContextVar[SampleContext] = ContextVar("asyncloader sample")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from operator import length_hint
 from time import perf_counter, thread_time
 from typing import Any
 from zlib import crc32
@@ -44,7 +45,7 @@ from asyncloader.seeding import sample_context
 from asyncloader.seeding.generators import check_of, restore, states_of
 from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.own_generators import OwnGenerators, seeded_generators_of
-from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
+from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, current
 from asyncloader.seeding.seeder import COLLATE, Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, Steps, steps
 from asyncloader.transport.collate import is_default, recycling_collate
@@ -123,7 +124,7 @@ class BatchMaker:
     collate: Callable[[Any], Any]
     _is_batched: bool
     _is_plain = False
-    """Nothing is seeded for batches or samples, and they do not know their places."""
+    """A batch is fetched and collated, and that is all: most are, where nothing is seeded."""
     count = 0
     fetched_at = 0.0
     bad: Sequence[BadSample] = ()
@@ -218,8 +219,7 @@ class BatchMaker:
         if self.failure is not None:
             return
         self.seeder = Seeder(epoch.key)
-        self._is_plain = not (self._seeds or self.spec.knows_places)
-        spec, outside = self.spec, sample_context.current.set(SampleContext(self.seeder, 0))
+        spec, outside = self.spec, current.set(SampleContext(self.seeder, 0))
         try:
             self._leave(before)
             restore(self._own_states)
@@ -232,6 +232,8 @@ class BatchMaker:
                 self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self.host.is_remote)
                 tell(listeners(dataset), start.epochs)
             self._find_generators()
+            is_special = self._seeds or spec.knows_places or spec.tolerates or self.keeper is not None
+            self._is_plain = self._is_batched and not is_special
             (open_source or self.open_fetcher)(dataset)
             if self._fetch is not None and self.keeper is not None and self.keeper.made:
                 with self._aside():
@@ -239,7 +241,7 @@ class BatchMaker:
         except Exception as error:
             self.failure = error
         finally:
-            sample_context.current.reset(outside)
+            current.reset(outside)
 
     def _leave(self, keeper: Keeper | None) -> None:
         """Leave the run before, and begin it if it was not begun.
@@ -337,33 +339,20 @@ class BatchMaker:
             NoGoodSample: if every sample of the batch has raised, and they are tolerated.
             BaseException: whatever a sample or their collation raises; `blame` says which sample it is about.
         """
-        fetch, keeper, samples = self._fetch, self.keeper, None
-        self.bad = ()
-        if self._is_plain:
-            here = SampleContext(self.seeder, number)
-        else:
-            here, keys = self._context(self.seeder, number, keys)
-        outside = sample_context.current.set(here)
+        here, samples = SampleContext(self.seeder, number), None
+        outside = current.set(here)
         try:
-            if keeper is not None and (gap := keeper.gap()):
-                with self._aside():
-                    here = self._leave_out(gap, number, keys)
-            samples = fetch(keys, here)
-            if keeper is not None:
-                self.snapshot = keeper.take(ended=fetch.ended)
+            if not self._is_plain:
+                here, keys = self._begin_batch(here, keys)
+            samples = self._fetch(keys, here)
             self.fetched_at = perf_counter()
-            if here.first is not None:
-                here.position = COLLATION
-            if fetch.errors:
-                self.bad = self._bad(fetch.errors, keys)
-                samples = mend(samples, fetch.errors, leave_out=self.spec.on_error == "skip")
-            if not self._is_batched:
-                samples, self.count = samples[0], 1
+            if self._is_plain:
+                self.count = length_hint(samples, 1)
             else:
-                self.count = len(samples) if hasattr(samples, "__len__") else 1
+                samples = self._good(samples, keys, here)
             return self.collate(samples)
         except BaseException as error:
-            fetch.errors.clear()  # of an interrupted batch, which may be made anew
+            self._fetch.errors.clear()  # of an interrupted batch, which may be made anew
             if samples is None:  # they are not there
                 self.count, self.fetched_at = 0, 0.0
                 self.snapshot = None
@@ -371,28 +360,48 @@ class BatchMaker:
                 self.blame = _raised_at(here.position) if samples is None else self._odd(samples, self.bad)
             raise
         finally:
-            sample_context.current.reset(outside)
+            current.reset(outside)
 
-    def _context(self, seeder: Seeder, ticket: int, keys: Any) -> tuple[SampleContext, Any]:
-        """Return the context of a batch, for which generators are seeded, and its keys alone."""
+    def _begin_batch(self, here: SampleContext, keys: Any) -> tuple[SampleContext, Any]:
+        """Seed for a batch; leave out those of a stream that come before it. Return its context, and its keys alone."""
+        self.bad = ()
+        keys = self._seed(here, keys)
+        if self.keeper is not None and (gap := self.keeper.gap()):
+            with self._aside():
+                here = self._leave_out(gap, here.batch, keys)
+        return here, keys
+
+    def _good(self, samples: Any, keys: Any, here: SampleContext) -> Any:
+        """Return the samples of a batch without those that raised, or with others in their places."""
+        fetch = self._fetch
+        if self.keeper is not None:
+            self.snapshot = self.keeper.take(ended=fetch.ended)
+        if here.first is not None:
+            here.position = COLLATION
+        if fetch.errors:
+            self.bad = self._bad(fetch.errors, keys)
+            samples = mend(samples, fetch.errors, leave_out=self.spec.on_error == "skip")
+        self.count = length_hint(samples, 1) if self._is_batched else 1
+        return samples if self._is_batched else samples[0]
+
+    def _seed(self, here: SampleContext, keys: Any) -> Any:
+        """Seed generators for a batch, or for each of its samples, in its context; return its keys alone."""
         if type(keys) is not Placed:
             if self._seeds:
-                seeder(ticket)
-            return SampleContext(seeder, ticket), keys
-        keys, first = keys
-        if not self._seeds:
-            return SampleContext(seeder, ticket, first=first), keys
-        if not self.spec.auto_collation:
-            return SeedingContext(seeder, ticket, first, 1), keys
-        keys = keys if hasattr(keys, "__len__") else list(keys)
-        return SeedingContext(seeder, ticket, first, len(keys)), keys
+                here.seeder(here.batch)
+            return keys
+        keys, here.first = keys
+        if self._seeds:
+            is_batched = self.spec.auto_collation
+            keys = list(keys) if is_batched and not hasattr(keys, "__len__") else keys
+            here.seed_each(len(keys) if is_batched else 1)
+        return keys
 
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
         for made in keeper.made:
-            here, keys = self._context(Seeder(made.key), made.batch, made.keys)
-            sample_context.current.set(here)
-            fetch_and_drop(self._fetch, keys)
+            here = sample_context.enter(Seeder(made.key), made.batch)
+            fetch_and_drop(self._fetch, self._seed(here, made.keys))
 
     def _leave_out(self, count: int, number: int, keys: Any) -> SampleContext:
         """Read over the batches of a stream that come before this one, and were made already; return its context."""

@@ -49,7 +49,9 @@ class MapFetcher:
         self._run = run
         self._tolerates = spec.tolerates
         self._whole = WholeBatches(dataset, spec)
-        self._is_plain = self._auto_collation and not (self._tolerates or self._whole.is_in_memory)
+        self._by_batch = not self._whole.by_sample and getattr(dataset, "__getitems__", None) is not None
+        is_special = self._by_batch or self._whole.is_in_memory or self._tolerates or spec.knows_places
+        self._is_plain = self._auto_collation and not is_special
         self.errors: dict[int, Exception] = {}
 
     def pause_with(self, pause: Callable[[], object]) -> None:
@@ -58,29 +60,33 @@ class MapFetcher:
 
     def __call__(self, keys: Any, here: SampleContext) -> Any:
         """Return the list of samples, or a `Whole`; without automatic batching a list of the one sample."""
-        dataset = self._dataset
         if not self._is_plain:
-            if not self._auto_collation:
-                return self._each([keys], here)
-            if self._whole.is_in_memory and (rows := self._whole.find(keys)) is not None:
-                return rows
+            return self._special(keys, here)
         if type(keys) is not list:
             keys = listed(keys)
-        if getattr(dataset, "__getitems__", None) and not self._whole.by_sample:
-            try:
-                return self._whole.ready(_settled(dataset.__getitems__(keys), self._run), keys)
-            except Exception:  # one by one, to find out which are good
-                if not (self._tolerates and has_samples(dataset)):
-                    raise
-        if not self._is_plain or here.first is not None:
-            return self._each(keys, here)
-        samples = [*map(getitem, repeat(dataset), here.reading(keys))]
+        left = here.left = iter(keys)
+        samples = [*map(getitem, repeat(self._dataset), left)]
         if len(samples) < len(keys):  # StopIteration of a sample's own ends a `map`, and is asked for once more
             here.position = len(samples)
             self._one(keys[here.position])
             raise RuntimeError("The dataset raised StopIteration, and once more it did not.")
-        here.position = sample_context.BATCH
         return samples if _NEVER_AWAITED.issuperset(map(type, samples)) else _settled(samples, self._run)
+
+    def _special(self, keys: Any, here: SampleContext) -> Any:
+        """Return samples that are asked for otherwise than one after the other by a list of keys."""
+        if not self._auto_collation:
+            return self._each([keys], here)
+        if self._whole.is_in_memory and (rows := self._whole.find(keys)) is not None:
+            return rows
+        if type(keys) is not list:
+            keys = listed(keys)
+        if self._by_batch:
+            try:
+                return self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
+            except Exception:  # one by one, to find out which are good
+                if not (self._tolerates and has_samples(self._dataset)):
+                    raise
+        return self._each(keys, here)
 
     def _each(self, keys: Any, here: SampleContext) -> list[Any]:
         """Return the samples, asked for one by one."""

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from itertools import count
 from time import thread_time
 
+from asyncloader.messages.messages import WorkerSpec
 from asyncloader.seeding import turns
-from asyncloader.seeding.sample_context import SampleContext, SeedingContext, current
+from asyncloader.seeding.sample_context import SampleContext, current
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.worker.fetch import MapFetcher
 from tests.benchmarks.bench import Bench, Target, main
@@ -31,11 +32,17 @@ SAMPLES = 64
 def measure(bench: Bench) -> None:
     rounds = 100 if bench.quick else 1000
     seed, numbers = Seeder(KEY), count()
-    fetch, keys = MapFetcher(list(range(SAMPLES)), True, None, asyncio.run, by_sample=True), list(range(SAMPLES))
+    dataset = keys = list(range(SAMPLES))
+    fetch = MapFetcher(
+        dataset, WorkerSpec(None, False, True, None, False, None, 1, 0, False, knows_places=True), asyncio.run
+    )
 
-    def fetched(here: SampleContext) -> None:
+    def fetched(*, is_seeded: bool) -> None:
+        here = SampleContext(seed, 0, first=0)
         current.set(here)
-        fetch(keys)
+        if is_seeded:
+            here.seed_each(SAMPLES)
+        fetch(keys, here)
 
     def block() -> None:
         for position in keys:
@@ -52,8 +59,8 @@ def measure(bench: Bench) -> None:
         return min(spent)
 
     bench.note("a seed, us", seconds=of(lambda: [seed(next(numbers)) for _ in keys], SAMPLES))
-    plain = of(lambda: fetched(SampleContext(seed, 0)), SAMPLES)
-    seeded = of(lambda: fetched(SeedingContext(seed, 0, 0, SAMPLES)), SAMPLES)
+    plain = of(lambda: fetched(is_seeded=False), SAMPLES)
+    seeded = of(lambda: fetched(is_seeded=True), SAMPLES)
     bench.check("a sample seeded, us", seeded - plain, Target("<=", 10))
     first: int | None = None
     bench.note("a block that seeds nothing, us", seconds=of(block, SAMPLES))

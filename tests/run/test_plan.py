@@ -58,7 +58,6 @@ def test_batches_are_torchs(length: int, drop_last: bool) -> None:
     assert list(plan) == list(sampler)
     assert next(plan, None) is None
     assert progress.read == len(sampler)
-    assert progress.named_samples == sum(map(len, sampler))
 
 
 @pytest.mark.parametrize("batches", range(5))
@@ -71,13 +70,12 @@ def test_a_plan_goes_on_in_the_middle(batches: int) -> None:
 
 
 def test_what_was_yielded_out_of_order_is_void() -> None:
-    """It keeps its place, and names no samples."""
+    """It keeps its place."""
     progress = Progress(1, {2})
     sampler = BatchSampler(SequentialSampler(range(8)), 2, False)
     plan = plan_of(sampler, progress)
     plan.resume(None, 1)
     assert [*plan] == [[2, 3], VOID, [6, 7]]
-    assert progress.named_samples == 4
 
 
 def test_states_are_those_after_a_batch() -> None:

@@ -11,8 +11,13 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from asyncloader.messages.indices import Indices
-from asyncloader.run.random_order import indices, skip, take
+from asyncloader.run.random_order import Batches, indices, skip
 from tests.faults.test_interrupts_everywhere import CtrlC
+
+
+def take(iterator: Iterator[Any], count: int, pair: Any = None) -> list[Any]:
+    """Take the next indices as a batch; [] at the end."""
+    return next(Batches(iterator, count, False, pair), [])
 
 
 def states(generator: torch.Generator | None) -> tuple[list[int], list[int] | None]:
@@ -68,11 +73,11 @@ def test_taking_and_skipping(iterate: Any) -> None:
     whole = list(make())
     iterator, at = iterate(make()), 0
     for kind, count in [(take, 3), (skip, 5000), (take, 6000), (skip, 0), (take, 0), (skip, 12_000), (take, 1)]:
-        got = kind(iterator, count, []) if kind is take else skip(iterator, count)
+        got = kind(iterator, count)
         assert got == (whole[at : at + count] if kind is take else count)
         at += count
     assert skip(iterator, 10_000) == len(whole) - at
-    assert take(iterator, 5, []) == []
+    assert take(iterator, 5) == []
     assert skip(iterator, 5) == 0
 
 
@@ -82,16 +87,16 @@ def test_indices_as_an_array(count: int, replays: int) -> None:
     """The same ones, over the borders of permutations; also of torch's SequentialSampler."""
     for sampler in (RandomSampler(range(9000), num_samples=9000 * replays), SequentialSampler(range(9000))):
         iterator = indices(sampler)
-        while taken := take(iterator, count, [], Indices):
+        while taken := take(iterator, count, Indices):
             assert isinstance(taken, Indices)
             assert (taken.array.dtype, taken.array.tolist()) == (np.int64, taken)
-        assert take(indices(sampler), 0, []) == []
+        assert take(indices(sampler), 0) == []
 
 
 def test_indices_that_are_no_array() -> None:
     """Of other samplers, and of a range with steps."""
     for iterator, taken in ((iter([1, 2]), [1, 2]), (iter(range(0, 10, 2)), [0, 2, 4]), (iter(range(0)), [])):
-        found = take(iterator, 3, [], Indices)
+        found = take(iterator, 3, Indices)
         assert (type(found), found) == (list, taken)
 
 
@@ -104,14 +109,14 @@ def test_an_interrupt_at_each_moment_of_the_first_answer(owns_generator: bool, p
         torch.manual_seed(3)
         generator = torch.Generator().manual_seed(5) if owns_generator else None
         iterator = indices(RandomSampler(range(20), num_samples=30, generator=generator))
-        was_hit = False
+        batches, was_hit = Batches(iterator, 4, False, pair), False
         try:
             with CtrlC(moment):
-                taken = take(iterator, 4, [], pair)
+                taken = next(batches)
         except KeyboardInterrupt:
             was_hit = True
-            taken = take(iterator, 4, [], pair)
-        return [*taken, *take(iterator, 30, [])], states(generator), was_hit
+            taken = next(batches)
+        return [*taken, *take(iterator, 30)], states(generator), was_hit
 
     whole, after, _ = answers(10**9)
     for moment in range(1, 1000):
