@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from asyncloader.stack_text import shorten
@@ -39,22 +39,6 @@ _SECRET = re.compile(  # the value of a parameter of a url that is named like a 
 def redacted(text: str) -> str:
     """Return a text without the logins and signatures of the urls in it, for errors and logs."""
     return _SECRET.sub(lambda found: f"{found[1] or found[2]}***", _LOGIN.sub("***@", text))
-
-
-def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those that it was raised for, as tracebacks show them."""
-    seen = set[int]()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-
-
-def as_cause(error: BaseException) -> BaseException | None:
-    """Return another library's error, to be the cause of ours; None if a url in its text has a login or signature."""
-    texts = [f"{one} {one!r}" for one in chain_of(error)]
-    return error if texts == list(map(redacted, texts)) else None
 
 
 class AsyncLoaderError(Exception):

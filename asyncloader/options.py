@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.context import BaseContext
 from os import PathLike
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from asyncloader.checks import Least, at_least, check_of, no_word, says_auto
 from asyncloader.errors import ConfigurationError
-from asyncloader.machine import cores_of_rank, private_bytes
+from asyncloader.machine import cores_of_rank
 from asyncloader.protocols import SuppliesKeys, WorkerProvider, is_async, is_stateful, makes_processes, probe
 
 Scheduling = Literal["static", "dynamic"]
@@ -45,6 +46,9 @@ _WAITING_PER_CORE = 4
 
 _MEMORY = Least(16 << 20, ' (bytes; or with a unit, such as "4GB")')
 """Every worker takes more bytes than that: who asks for less means another unit."""
+
+_STATM = Path("/proc/self/statm")
+"""How much memory a process has: see `asyncloader.observe.private`."""
 
 _KEPT = "kept"
 """In the type of an option: workers that are there keep what they were started with."""
@@ -165,8 +169,10 @@ class Options:
                 f'num_workers="auto" cannot change the number of workers while they are at work: {why}'
             )
         self._check_renewal()
-        if self.provider is not None:
-            self.provider.check(self)
+        if self.provider is not None and self.multiprocessing_context is not None:
+            raise ConfigurationError(
+                f"multiprocessing_context is for processes of this machine, and {self.provider!r} has none"
+            )
         if isinstance(self.dataset, SuppliesKeys):
             self.dataset.check_options(self)
 
@@ -214,11 +220,6 @@ class Options:
     def prefetch(self) -> int:
         """Batches in flight or waiting for each place: torch's number, or what `concurrency` needs."""
         return max(self.prefetch_factor or (2 if self.has_workers else 1), self.tickets_at_once)
-
-    @property
-    def window(self) -> int:
-        """Batches in flight or waiting at the beginning."""
-        return self.prefetch * self.num_at_start
 
     @property
     def snapshot_every(self) -> int:
@@ -358,7 +359,7 @@ class Options:
                 self.is_iterable and self.persistent_workers
             )
             raise ConfigurationError(f"max_worker_memory cannot renew workers while they are at work: {why}{hint}")
-        if private_bytes() is None:
+        if not _STATM.exists():
             raise ConfigurationError(
                 "max_worker_memory cannot be kept here: this system does not tell how much memory a process has to "
                 "itself (in /proc)"

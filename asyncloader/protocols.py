@@ -14,12 +14,11 @@ Workers may be threads in place of processes (`makes_processes`), or be brought 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, Sampler, StackDataset, Subset
@@ -101,33 +100,6 @@ def is_resource(thing: Any) -> bool:
     """
     kind = type(thing)
     return _defines(kind, "__aenter__") and _defines(kind, "__aexit__") and bool(probe(thing, "is_remote", True))
-
-
-class OpensDataset:
-    """The asynchronous face of a wrapper is that of the dataset in it, in `dataset`, which it opens and closes."""
-
-    dataset: Any
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the dataset is async."""
-        return is_async(self.dataset)
-
-    def _resources(self) -> list[Any]:
-        return list(filter(is_resource, members(self.dataset)))
-
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as entered:
-            for resource in self._resources():
-                await resource.__aenter__()
-                entered.push_async_exit(resource.__aexit__)
-            entered.pop_all()
-        return self
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        async with contextlib.AsyncExitStack() as entered:
-            for resource in self._resources():
-                entered.push_async_exit(resource.__aexit__)
 
 
 _OF_NOBODY = "_asyncloader_asks_whether_you_have_every_attribute"
@@ -339,7 +311,17 @@ def _as_they_are(keys: Any) -> Any:
 
 
 class ArrivingKeys(Protocol):
-    """An iterator over keys that become known as time goes by. Its `next` waits for the next key, or for the end."""
+    """An iterator over keys that become known as time goes by. Its `next` waits for the next key, or for the end.
+
+    It may have more methods, which are called where they are there:
+
+    - ``why_no_keys()`` tells when keys are waited for in vain: the reason, or "".
+    - ``end_with(consumer)``, for one that reads ahead, has it read nothing more as soon as this object is dropped, and
+      is called before the first key is asked for. ``leave()`` has it read nothing more, and returns; in any thread.
+    - ``follow(given)``, for one whose keys depend on how far consumers are, gives it what counts, in any thread, how
+      many of its batches consumers were given; it is called before it is read. ``asked()`` tells that a consumer asks
+      for its next batch, or asks again; it is called with the lock of the run held.
+    """
 
     def __next__(self) -> Any:
         """Return the next key."""
@@ -347,29 +329,8 @@ class ArrivingKeys(Protocol):
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Return whether so many keys, or what comes in their place at the end, can be had without waiting.
 
-        If not, ``tell`` is called once, in any thread, as soon as they can. An iterator that can tell when keys are
-        waited for in vain has a method ``why_no_keys`` as well, which returns the reason, or "".
+        If not, ``tell`` is called once, in any thread, as soon as they can.
         """
-
-
-class FollowsConsumers(ArrivingKeys, Protocol):
-    """An iterator over the keys of batches that is told how far consumers are, because what it gives depends on it."""
-
-    def follow(self, given: Callable[[], int]) -> None:
-        """Take what counts, in any thread, how many of its batches consumers were given. Called before it is read."""
-
-    def asked(self) -> None:
-        """Note that a consumer asks for its next batch, or asks again. Called with the lock of the run held."""
-
-
-class EndsWithConsumer(ArrivingKeys, Protocol):
-    """An iterator over keys that reads ahead, and is told when nobody will ask for more."""
-
-    def end_with(self, consumer: object) -> None:
-        """Read nothing more as soon as this object is dropped. Called before the first key is asked for."""
-
-    def leave(self) -> None:
-        """Read nothing more, and return. In any thread."""
 
 
 def makes_processes(context: BaseContext | None) -> bool:
@@ -387,9 +348,6 @@ class WorkerProvider(Protocol):
     @property
     def num_workers(self) -> int:
         """How many workers it brings, at the beginning."""
-
-    def check(self, options: Any) -> None:
-        """Raise a ConfigurationError if its workers cannot do what a loader's options ask for."""
 
     def make_backend(self, options: Any, spec: Any, loop: Any) -> Any:
         """Make a `Backend`.

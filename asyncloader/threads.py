@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -30,15 +30,11 @@ is_ending = False
 """Threads raise what nobody need hear of."""
 
 
-class EndsWithProgram(Protocol):
-    """Something that threads of the user's, and other processes, may wait for. The interpreter waits for these."""
+awaited: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What threads of the user's, and other processes, may wait for. The interpreter waits for these.
 
-    def end_with_program(self) -> None:
-        """Have nobody wait any more. Does not block."""
-
-
-awaited: weakref.WeakSet[EndsWithProgram] = weakref.WeakSet()
-"""`end_all` ends these."""
+`end_all` calls the method `end_with_program` of each, which has nobody wait any more, and does not block.
+"""
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object] | None] = weakref.WeakKeyDictionary()
 

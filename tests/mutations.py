@@ -46,7 +46,7 @@ MUTATIONS = (
     Mutation(
         "bytes of parked batches are never taken off",
         "engine/scheduler.py",
-        "                self._parked_bytes -= weight\n",
+        "            self._parked_bytes -= weight\n",
         "",
         "engine/test_scheduler.py",
     ),

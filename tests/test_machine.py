@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.machine import MemoryLimit, available_bytes, memory_limits, private_bytes, total_bytes, usable_cores
+from asyncloader.machine import MemoryLimit, available_bytes, memory_limits, total_bytes, usable_cores
 
 GIB = 1 << 30
 
@@ -98,44 +98,6 @@ def test_each_limit_is_told(root: Path) -> None:
     machine, group = memory_limits(root)
     assert machine == MemoryLimit("the machine", 16 * GIB, total_bytes())
     assert group == MemoryLimit(str(root / "sys/fs/cgroup/a"), 3 * GIB // 2, 3 * GIB)
-
-
-ROLLUP = """55d0c0000000-7ffd00000000 ---p 00000000 00:00 0    [rollup]
-Rss:              500000 kB
-Pss_Anon:          {anonymous} kB
-Pss_Shmem:         90000 kB
-Private_Clean:     30000 kB
-Private_Dirty:     {dirty} kB
-SwapPss:             500 kB
-"""
-
-
-@pytest.mark.parametrize(
-    ("anonymous", "dirty", "kib"),
-    [(40_000, 30_000, 30_500), (40_000, 90_000, 40_500)],
-    ids=["pages of the trainer's are shared", "shared memory that nobody else has touched"],
-)
-def test_memory_that_a_process_has_to_itself(tmp_path: Path, anonymous: int, dirty: int, kib: int) -> None:
-    """Neither what a fork shares with the trainer, nor shared memory, nor files that are mapped."""
-    write(tmp_path / "smaps_rollup", ROLLUP.format(anonymous=anonymous, dirty=dirty))
-    assert private_bytes(tmp_path) == kib * 1024
-
-
-def test_memory_where_the_kernel_says_less(tmp_path: Path) -> None:
-    """What is resident and of no file; nothing where there is no /proc."""
-    assert private_bytes(tmp_path) is None
-    write(tmp_path / "statm", "5000 3000 1000 1 0 2000 0")
-    assert private_bytes(tmp_path) == 2000 * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_memory_of_this_process() -> None:
-    """It is told here, and grows with what is written."""
-    before = private_bytes()
-    assert before is not None
-    kept = bytearray(os.urandom(1 << 10)) * (32 << 10)
-    after = private_bytes()
-    assert after is not None
-    assert after - before > len(kept) // 2
 
 
 @pytest.mark.parametrize(

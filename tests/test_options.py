@@ -190,7 +190,7 @@ def test_what_follows_from_an_async_dataset() -> None:
 
     options = inside.options(DataLoader(Slow(), 10, num_workers=2))  # type: ignore[arg-type]
     assert (options.is_async, options.samples_at_once, options.tickets_at_once) == (True, 64, 9)
-    assert options.window == 18
+    assert options.prefetch == 9
     assert not options.seeds_each_batch
 
 
@@ -198,7 +198,7 @@ def test_what_follows_from_a_plain_dataset() -> None:
     """One sample after the other, torch's window, and seeds for each batch."""
     options = inside.options(DataLoader([1, 2, 3], 2, num_workers=2))  # type: ignore[arg-type]
     assert (options.is_async, options.samples_at_once, options.tickets_at_once) == (False, 1, 0)
-    assert (options.num_at_start, options.window, options.num_samples()) == (2, 4, 3)
+    assert (options.num_at_start, options.prefetch, options.num_samples()) == (2, 2, 3)
     assert options.seeds_each_batch
     assert not options.is_in_process
 
@@ -209,7 +209,7 @@ def test_workers_that_are_there_keep_what_they_were_started_with() -> None:
     now = inside.options(DataLoader([1], num_workers=2, prefetch_factor=8, concurrency=3))  # type: ignore[arg-type]
     both = now.with_workers_of(first)
     assert (both.num_workers, both.on_error, both.samples_at_once, both.prefetch_factor) == (1, "skip", 1, 8)
-    assert both.window == 8
+    assert both.prefetch == 8
 
 
 def test_a_value_that_is_nearly_right_is_named() -> None:

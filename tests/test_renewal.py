@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.backends.processes.pool import Pool
 from asyncloader.errors import WorkerStartError
-from asyncloader.machine import private_bytes
 from asyncloader.observe import private
 from asyncloader.observe.faults import Faults
+from asyncloader.observe.private import private_bytes
 from tests import inside
 from tests.patience import wait_until
 from tests.test_num_workers import LENGTH, Awaited, Counting, Drawing, Gate, Gated, Stream, bits, expected
@@ -452,7 +452,7 @@ def test_where_workers_cannot_be_renewed(dataset: Any, options: Any, why: str) -
 
 def test_where_nobody_tells_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused."""
-    monkeypatch.setattr("asyncloader.options.private_bytes", lambda: None)
+    monkeypatch.setattr("asyncloader.options._STATM", Path("/nowhere"))
     with pytest.raises(ConfigurationError, match="max_worker_memory cannot be kept here"):
         DataLoader(Drawing(), num_workers=1, max_worker_memory=1 << 30)
 

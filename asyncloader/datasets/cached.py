@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch.utils.data import IterableDataset
 
@@ -23,7 +23,7 @@ from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
 from asyncloader.epochs import listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import available_bytes
-from asyncloader.protocols import OpensDataset, is_async_iterable
+from asyncloader.protocols import is_async, is_async_iterable, is_resource, members
 from asyncloader.seeding.generators import GLOBAL, check_of
 from asyncloader.seeding.own_generators import generators_of
 from asyncloader.seeding.turns import sample_seed
@@ -37,7 +37,7 @@ _SHARE_OF_MEMORY = 0.5
 _SHARE_OF_DISK = 0.9
 
 
-class CachedDataset(OpensDataset, ByNumber[T_co]):
+class CachedDataset(ByNumber[T_co]):
     """Keep the samples of a dataset that is slow to read or to decode, as they are first made.
 
     Put what is random after the cache: ``CachedDataset(photos, "ram", transform=augment)`` decodes each photo once, and
@@ -140,6 +140,27 @@ class CachedDataset(OpensDataset, ByNumber[T_co]):
         if sample is MISSING:
             return await self._made_of(key, sample_method(self.dataset)(key))  # type: ignore[no-any-return]
         return await resolved(self._transformed(sample))  # type: ignore[no-any-return]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the dataset is async."""
+        return is_async(self.dataset)
+
+    def _resources(self) -> list[Any]:
+        return list(filter(is_resource, members(self.dataset)))
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as entered:
+            for resource in self._resources():
+                await resource.__aenter__()
+                entered.push_async_exit(resource.__aexit__)
+            entered.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        async with contextlib.AsyncExitStack() as entered:
+            for resource in self._resources():
+                entered.push_async_exit(resource.__aexit__)
 
     def usage(self) -> StoreUsage:
         """Return how many samples are kept, in how many bytes, and how many it may be."""

@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from asyncloader.datasets.blocking import in_thread
 from asyncloader.datasets.errors import FetchError, require, too_large
-from asyncloader.errors import ConfigurationError, as_cause, redacted
+from asyncloader.errors import ConfigurationError, redacted
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
@@ -341,9 +341,25 @@ def failures_told(url: str) -> Iterator[None]:
     except Exception as error:
         said = redacted(str(error).partition("\n")[0])  # what follows is a dump of Rust structures
         if isinstance(error, (FileNotFoundError, exceptions.NotFoundError)):
-            raise FileNotFoundError(errno.ENOENT, said, redacted(url)) from as_cause(error)
+            raise FileNotFoundError(errno.ENOENT, said, redacted(url)) from _as_cause(error)
         if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-            raise PermissionError(errno.EACCES, said, redacted(url)) from as_cause(error)
+            raise PermissionError(errno.EACCES, said, redacted(url)) from _as_cause(error)
         if isinstance(error, exceptions.PreconditionError):
             raise_changed(url)
-        raise FetchError(f"{url}: {type(error).__name__}: {said}") from as_cause(error)
+        raise FetchError(f"{url}: {type(error).__name__}: {said}") from _as_cause(error)
+
+
+def _chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised for, as tracebacks show them."""
+    seen = set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def _as_cause(error: BaseException) -> BaseException | None:
+    """Return another library's error, to be the cause of ours; None if a url in its text has a login or signature."""
+    texts = [f"{one} {one!r}" for one in _chain_of(error)]
+    return error if texts == list(map(redacted, texts)) else None

@@ -281,7 +281,7 @@ class StreamKeys:
         return self._items.arrived(count - (self._held is not None), tell)
 
     def end_with(self, consumer: object) -> None:
-        """Read nothing more when this is dropped: see :class:`asyncloader.protocols.EndsWithConsumer`."""
+        """Read nothing more when this is dropped: see :class:`asyncloader.protocols.ArrivingKeys`."""
         self._items.end_with(consumer)
 
     def leave(self) -> None:

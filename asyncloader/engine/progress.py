@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from asyncloader.engine.tracks import Progressing, make_tracks
 from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
-from asyncloader.protocols import FollowsConsumers
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.weak import while_alive
 
@@ -225,7 +224,7 @@ class Progress:
         """
         return min(position, self.read) if self.knows_places else position
 
-    def follow(self, follower: FollowsConsumers) -> None:
+    def follow(self, follower: Any) -> None:
         """Tell an iterator over keys how far consumers are, without keeping it alive."""
         follower.follow(partial(_given_since, self, self.now.position))
         self.follower = while_alive(follower.asked, None)

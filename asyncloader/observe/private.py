@@ -10,10 +10,9 @@ its growth says something.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from time import perf_counter
-
-from asyncloader.machine import anonymous_bytes, private_bytes
 
 _LOOK_S = 1.0
 _SHARE = 100
@@ -57,3 +56,36 @@ class PrivateBytes:
     def _look(self, now: float) -> None:
         self._bytes = private_bytes(self._folder) or 0
         self._due = now + max(_LOOK_S, _SHARE * (perf_counter() - now))
+
+
+def private_bytes(folder: Path = Path("/proc/self")) -> int | None:
+    """Return the memory that a process has to itself, which goes back when it ends; None where nobody says so.
+
+    Not what is resident: a forked worker shares nearly all of that with the trainer, and what it has mapped of files
+    and of shared memory is nobody's alone. Where the kernel does not tell such pages apart (before Linux 4.14, and in
+    some sandboxes) those that are shared with the trainer are in it.
+
+    Args:
+        folder: The folder of the process in /proc.
+    """
+    try:
+        lines = (folder / "smaps_rollup").read_text().splitlines()[1:]
+        sizes = {
+            name: int(rest.split()[0]) * 1024
+            for name, _, rest in (line.partition(":") for line in lines if ":" in line)
+        }
+    except (OSError, ValueError, IndexError):
+        return anonymous_bytes(folder)
+    # Shared memory that only this process has touched so far is dirty and private as well, but not anonymous; of the
+    # trainer's pages that a forked worker has not written to its share is anonymous, and not private.
+    private = sizes.get("Private_Dirty", 0)
+    return min(private, sizes.get("Pss_Anon", private)) + sizes.get("SwapPss", 0) + sizes.get("Private_Hugetlb", 0)
+
+
+def anonymous_bytes(folder: Path) -> int | None:
+    """Return the memory of a process that is of no file and not shared on purpose; None where nobody says so."""
+    try:
+        _, resident, shared, *_ = map(int, (folder / "statm").read_text().split())
+    except (OSError, ValueError):  # no Linux
+        return None
+    return max(0, resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -68,13 +68,6 @@ class RayWorkers:
         options = "".join(f", {name}={value!r}" for name, value in self.actor_options.items())
         return f"RayWorkers({self.num_workers}, on_mismatch={self.on_mismatch!r}{options})"
 
-    def check(self, options: Options) -> None:
-        """Raise a ConfigurationError if actors cannot do what the options of a loader ask for."""
-        if options.multiprocessing_context is not None:
-            raise ConfigurationError(
-                "multiprocessing_context is for processes of this machine, and RayWorkers has none"
-            )
-
     def make_backend(self, options: Options, spec: WorkerSpec, loop: GuardedLoop) -> Backend:
         """Make the workers of a loader; see `WorkerProvider`.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from types import GeneratorType
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import BatchSampler
 
@@ -28,7 +28,7 @@ from asyncloader.messages.indices import Indices
 from asyncloader.messages.snapshot import Frozen, Pace
 from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
-from asyncloader.protocols import EndsWithConsumer, FollowsConsumers, is_stateful, probe
+from asyncloader.protocols import is_stateful, probe
 from asyncloader.run.random_order import Batches, RandomOrder, indices, skip
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
 from asyncloader.run.state import LoaderState
@@ -127,7 +127,7 @@ class Plan:
         self._is_elastic = self._is_exact and is_elastic(iterated)
         self.arrives = probe(iterated, "keys_arrive") is True
         if self.arrives and hasattr(iterator, "follow"):
-            progress.follow(cast(FollowsConsumers, iterator))
+            progress.follow(iterator)
         self._order = order
         may_draw = not (self.arrives or self._is_elastic or all(map(draws_once, samplers_within(index_sampler))))
         self._may_draw = may_draw  # while it is read, from global generators
@@ -218,7 +218,7 @@ class Plan:
             self._inner.draws_apart = True
 
     def end_with(self, consumer: object) -> None:
-        """Have keys be read ahead for this object alone: see `EndsWithConsumer`. Called before they are read."""
+        """Have keys be read ahead for this object alone: see `ArrivingKeys`. Called before they are read."""
         self._consumer = weakref.ref(consumer)
         self._bind()
 
@@ -229,7 +229,7 @@ class Plan:
     def leave(self) -> None:
         """Have no more keys be read ahead. In any thread."""
         if hasattr(self._inner, "leave"):
-            cast(EndsWithConsumer, self._inner).leave()
+            self._inner.leave()
 
     def _begin_inner(self) -> None:
         self._inner = inner = indices(self._index_sampler.sampler)
