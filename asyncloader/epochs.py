@@ -41,16 +41,16 @@ def as_number(epoch: Any) -> int | None:
         return None
 
 
-def numbers(things: Iterable[Any], last: int | None = None, restored: Sequence[int | None] = ()) -> list[int | None]:
+def numbers(things: Iterable[Any], told: Sequence[int | None] = ()) -> list[int | None]:
     """Return the epoch of each of some samplers or datasets; None for those that cannot be told, or were not.
 
     Args:
         things: Their attribute ``epoch`` counts, where they have one: the user may have told them.
-        last: The epoch that the loader has told all of them last.
-        restored: The epoch that a state has told each of them since then, or None.
+        told: The epoch that a loader, or a state, has told each of them last, or None.
     """
-    pairs = zip(things, chain(restored, repeat(None)), strict=False)
-    return [_first(epoch_of(thing), since, last) if hears(thing) else None for thing, since in pairs]
+    pairs = zip(things, chain(told, repeat(None)), strict=False)
+    shown = ((epoch_of(thing), known if hears(thing) else None) for thing, known in pairs)
+    return [known if epoch is None else epoch for epoch, known in shown]
 
 
 def changed(epochs: Sequence[int | None], known: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -64,8 +64,3 @@ def tell(things: Iterable[Any], numbers: Sequence[int | None]) -> None:
     for thing, number in zip(things, numbers, strict=False):
         if number is not None and hears(thing) and epoch_of(thing) != number:
             thing.set_epoch(number)
-
-
-def _first(*found: int | None) -> int | None:
-    """Return the first number of some that are there."""
-    return next((number for number in found if number is not None), None)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from asyncloader.checks import as_bytes, checked, no_word
 from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
-from asyncloader.epochs import as_number, hears, listeners
+from asyncloader.epochs import as_number
 from asyncloader.errors import ConfigurationError
 from asyncloader.frameworks import AskedByAccelerate, ReadByRay, name_options
 from asyncloader.observe.meter import Meter
@@ -43,7 +43,7 @@ from asyncloader.protocols import (
     accept_iterable,
 )
 from asyncloader.run.fits import check
-from asyncloader.run.plan import load_early, samplers_within
+from asyncloader.run.plan import load_early
 from asyncloader.run.runs import Runs
 from asyncloader.run.torchdata_state import read_state
 from asyncloader.worker.data_pipes import one_walks
@@ -294,9 +294,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if isinstance(epoch, bool) or (number := as_number(epoch)) is None:
             raise ConfigurationError(f"set_epoch takes the number of an epoch, an integer, but got {epoch!r}")
-        for thing in (*filter(hears, samplers_within(self._index_sampler)), *listeners(self.dataset)):
-            thing.set_epoch(number)
-        self._runs.set_epochs.note(number)
+        self._runs.set_epochs.set(self._index_sampler, self.dataset, number)
 
     def batch_keys(self, epoch: int, number: int) -> Any:
         """Return which samples a batch has: the keys that the sampler gives for it.

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from time import perf_counter
@@ -37,7 +37,6 @@ from asyncloader.run.plan import order_generators
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.seeding_epochs import SeedingEpochs
-from asyncloader.run.set_epochs import Chosen
 from asyncloader.run.state import LoaderState
 from asyncloader.run.torchdata_state import read_state
 from asyncloader.worker.data_pipes import one_walks, shard
@@ -156,7 +155,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed, self._num_yielded)
 
         begin_run = partial(begin, self._options, runs=self._runs, draw=draw, last=last)
-        if state is not None and (chosen := self._runs.set_epochs.of_another(state, self._options)) is not None:
+        if state is not None and (chosen := self._runs.set_epochs.of_another(state, self._options)):
             rng = order_generators(self._options)
             before, set_by_trainer = rng.capture(), self._runs.set_by_trainer(rng)
             left = self._leave_epoch(begin_run(state, prepare=prepare), chosen)
@@ -176,13 +175,13 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         self._num_yielded = start.checkpointer.progress.now.position
         return start
 
-    def _leave_epoch(self, start: RunStart, chosen: Chosen) -> RunStart:
+    def _leave_epoch(self, start: RunStart, chosen: Sequence[int | None]) -> RunStart:
         """Leave a run that was resumed, as another epoch was set since its state was loaded: that begins now."""
         start.plan.leave()
         made = start.checkpointer
         self._base_seed = made.base_seed
         self._runs.set_epochs.choose(chosen, self._options)
-        epochs = [each for each in (*chosen.samplers, *chosen.dataset) if each is not None]
+        epochs = [each for each in chosen if each is not None]
         log.warning(
             "Epoch %d was set after a state was loaded that is of another epoch, after %d batches of that. Epoch %d "
             "begins at its beginning. To go on in the middle of the other epoch, set that one, or none.",

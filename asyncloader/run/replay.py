@@ -158,7 +158,7 @@ def _refuse(options: Options, known: tuple[type, ...]) -> None:
 def _refuse_epoch(loader: Any, told: list[int | None]) -> None:
     """See that the dataset can be at the epoch of a run: the one of this process is told nothing here."""
     options: Options = loader._loader_options()
-    for now, then in zip(loader._runs.set_epochs.of_dataset(options.dataset), told, strict=False):
+    for now, then in zip(loader._runs.set_epochs.of_dataset(options), told, strict=False):
         if now != then and (options.is_in_process or then is None):
             raise ConfigurationError(
                 f"the dataset is at epoch {now} in this process, and was at epoch {then} in that run: call "

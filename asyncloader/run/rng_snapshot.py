@@ -180,11 +180,6 @@ class OrderDraw:
         self._draws_on = self._has_states = False
         self._watched_until = 0.0
 
-    def begin_read(self, states: list[Any]) -> None:
-        """Note that others have read the sampler before the run: the generators were in these states then."""
-        self._at_iter = self._at_next = states
-        self.is_due = False
-
     def resume(self, state: LoaderState, before: list[Any], check: list[int], set_by_sampler: list[bool]) -> None:
         """Have the order of a state be drawn again: the samplers were iterated over, and are still to be read.
 

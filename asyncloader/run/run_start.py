@@ -25,7 +25,7 @@ from asyncloader.plain import unplain
 from asyncloader.protocols import is_stateful, leaves_out_buffer
 from asyncloader.run.checkpoint import Checkpointer, warn_of_draws
 from asyncloader.run.data_rank import data_rank
-from asyncloader.run.plan import Plan, is_drawn_from, load_samplers, order_generators, own_state, samplers_within
+from asyncloader.run.plan import Plan, load_samplers, order_generators, own_state, samplers_within
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
@@ -92,16 +92,23 @@ def begin(
     before, check = rng.capture(), [] if state is None else rng.check()  # what the trainer has set, perhaps
     if state is None:
         at_iter, samplers = _put_anew(options, runs, rng, prepare)
-        starts = left.starts if left is not None and _keeps_map(options) else _starts(options, None)
+        starts = (
+            left.starts
+            if left is not None and options.keeps_dataset and not options.is_iterable
+            else _starts(options, None)
+        )
         epoch = runs.begun
     else:
         at_iter, samplers, starts = _put_back(options, state, runs, rng, prepare)
         epoch = state.epoch
     # Before the order is drawn: the dataset may hold the generator that it is drawn from.
     generators = _generator_keys(options, state, runs, epoch)
-    loaded = rng.capture() if state is not None else at_iter  # a sampler's state may have set its own
+    loaded = rng.capture()  # a sampler's state may have set its own
     with Drawing():
         drawn = draw()
+    there = state or LoaderState(epoch=epoch, position=drawn.num_yielded, drawn=drawn.num_yielded, sample=-1)
+    if state is None and drawn.num_yielded:  # a patch of torch's constructor has read the sampler
+        at_iter = loaded = before
     set_epochs, index_sampler = runs.set_epochs, options.index_sampler
     epochs = set_epochs.of_samplers(index_sampler)
 
@@ -109,19 +116,17 @@ def begin(
         epochs[:] = set_epochs.of_samplers(index_sampler)
 
     order = OrderDraw(rng, at_iter, partial(warn_of_draws, options.index_sampler, runs.warned), note_epochs)
-    is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
+    drawn = _as_saved(options, there, drawn, rng, loaded)
     if state is not None:
         order.note_state()
-        drawn = _as_saved(options, state, drawn, rng, loaded, is_advanced=is_advanced)
         if not state.is_between_runs:
             order.resume(state, before, check, rng.differ(at_iter, loaded))
-    elif is_advanced:
-        order.begin_read(_after_seed(options, rng, before))
-        samplers = SamplerState(None)
     had_seed = left.checkpointer if left is not None and options.persistent_workers else last
-    key = EpochKey((drawn.base_seed, _reruns(state, had_seed), data_rank(options)))
-    progress = _progress(options, state, drawn, key, _known(options, starts, last))
-    plan = _plan(options, state, progress, drawn.keys, samplers, None if reads_again(options, starts) else order)
+    reruns = there.reruns if there.keeps_seed or had_seed is None else had_seed.key[1] + 1
+    key = EpochKey((drawn.base_seed, reruns, data_rank(options)))
+    progress = _progress(options, there, key, _known(options, starts, last))
+    progress.begin_after(samplers._replace(drawn=there.drawn))
+    plan = _plan(options, there, progress, drawn.keys, None if reads_again(options, starts) else order)
     checkpointer = Checkpointer(
         options,
         progress,
@@ -131,7 +136,7 @@ def begin(
         generators,
         drawn.shared_seed,
         sampler_epochs=epochs,
-        dataset_epochs=runs.set_epochs.of_dataset(options.dataset),
+        dataset_epochs=runs.set_epochs.of_dataset(options),
         has_past=last is not None,
         num_workers=int(options.num_workers) if options.is_auto else None,
         warned=runs.warned,
@@ -153,7 +158,7 @@ def _put_anew(
             prepare()
     latest = runs.current.run()
     if latest is not None and latest.progress.finished:
-        runs.set_epochs.warn_of_same_order(options, latest.sampler_epochs, latest.dataset_epochs)
+        runs.set_epochs.warn_of_same_order(options, [*latest.sampler_epochs, *latest.dataset_epochs])
     at_iter, last = rng.capture(), None if latest is None else latest.sampler_epochs
     return at_iter, _begin_epoch(options, runs, runs.samplers_now(), last)
 
@@ -178,15 +183,21 @@ def _put_back(
     since = runs.set_epochs.since_load(options)
     load_samplers(options.index_sampler, None if state.passes else states, state.set_epochs)
     if state.is_between_runs:  # an epoch that was set since the load is the one that begins
-        tell(samplers_within(options.index_sampler), since.samplers)
+        tell(samplers_within(options.index_sampler), since)
     last = runs.set_epochs.of_samplers(options.index_sampler) if state.finished else None
     frozen = None if states is None else Frozen(states)
     samplers = _begin_epoch(options, runs, SamplerState(frozen, state.drawn, tuple(state.passes)), last)
     tell(listeners(options.dataset), state.dataset_epochs)
     runs.set_epochs.note_state(state, options)
-    news = tuple(since.dataset) if state.is_between_runs else ()
-    is_dataset_loaded = options.is_inline and _load_dataset(options, state, news)
-    return at_iter, samplers, _starts(options, None if is_dataset_loaded else state, news)
+    news = since[len(samplers_within(options.index_sampler)) :] if state.is_between_runs else ()
+    starts = _starts(options, state, news)
+    if starts is not None and options.is_inline and state.is_between_runs and _has_dataset(options, starts[0]):
+        # Before anything of the run is drawn: the dataset's state may set a global generator.
+        with Drawing():
+            options.dataset.load_state_dict(starts[0].snapshot["dataset"])
+        tell(listeners(options.dataset), news)
+        starts = {0: WorkerStart()}
+    return at_iter, samplers, starts
 
 
 def _begin_epoch(
@@ -221,7 +232,7 @@ def _repeat_passes(options: Options, state: LoaderState, runs: Runs) -> None:
     index_sampler, states = options.index_sampler, unplain(state.samplers)
     if states is None or not state.passes:
         return
-    chosen = runs.set_epochs.since_load(options).samplers
+    chosen = runs.set_epochs.since_load(options)
     load_samplers(index_sampler, states, ())
     for number, answers in enumerate(state.passes):
         with Drawing():
@@ -243,29 +254,7 @@ def _generator_keys(options: Options, state: LoaderState | None, runs: Runs, epo
     return keys
 
 
-def _keeps_map(options: Options) -> bool:
-    """Whether the copies of a map-style dataset outlast a run."""
-    return options.keeps_dataset and not options.is_iterable
-
-
 # ------------------------------------------------------------------------------------------------------ 3. as it was
-
-
-def _reruns(state: LoaderState | None, last: Checkpointer | None) -> int:
-    """Return how many runs had the base seed of this run before it, of which this was the last."""
-    if state is not None and state.keeps_seed:
-        return state.reruns
-    return 0 if last is None else last.key[1] + 1
-
-
-def _after_seed(options: Options, rng: RNGSnapshot, before: list[Any]) -> list[Any]:
-    """Return where the generators were after the base seed was drawn, before which they were in these states."""
-    now = rng.capture()
-    rng.restore(before)
-    draw_seed(options)
-    found = rng.capture()
-    rng.restore(now)
-    return found
 
 
 def draw_seed(options: Options) -> int:
@@ -274,75 +263,55 @@ def draw_seed(options: Options) -> int:
         return int(torch.empty((), dtype=torch.int64).random_(generator=options.generator).item())
 
 
-def _as_saved(
-    options: Options,
-    state: LoaderState,
-    drawn: Drawn,
-    rng: RNGSnapshot,
-    loaded: list[Any],
-    *,
-    is_advanced: bool,
-) -> Drawn:
+def _as_saved(options: Options, there: LoaderState, drawn: Drawn, rng: RNGSnapshot, loaded: list[Any]) -> Drawn:
     """Return the seeds of a state, and an iterator over keys that is still to be read.
 
     Args:
         options: See `begin`.
-        state: See `begin`.
+        there: Where the run begins.
         drawn: By torch's iterator.
         rng: The generators.
         loaded: Where they were before that.
-        is_advanced: The iterator over the keys has been read from.
     """
-    if state.base_seed is not None:
-        drawn = drawn._replace(base_seed=state.base_seed, shared_seed=state.shared_seed)
-    elif not is_advanced:  # samplers are iterated over once: they may count that
-        return drawn
-    if is_advanced or (state.is_between_runs and options.is_inline):  # it has drawn a base seed that nobody wants
+    # The base seed that is drawn without workers is one that nobody wants where persistent ones had theirs.
+    has_drawn_more = there.is_between_runs and there.keeps_seed and options.is_inline
+    if drawn.num_yielded or has_drawn_more:  # otherwise samplers are iterated over once: they may count that
         rng.restore(loaded)
         with Drawing():
             drawn = drawn._replace(keys=iter(options.index_sampler))
-        if options.is_inline and not state.keeps_seed:
+        if not there.keeps_seed and (options.is_inline or there.position):
             draw_seed(options)
+    if there.base_seed is not None:
+        drawn = drawn._replace(base_seed=there.base_seed, shared_seed=there.shared_seed)
     return drawn
 
 
 def _plan(
-    options: Options,
-    state: LoaderState | None,
-    progress: Progress,
-    keys: Iterator[Any],
-    samplers: SamplerState,
-    order: OrderDraw | None,
+    options: Options, there: LoaderState, progress: Progress, keys: Iterator[Any], order: OrderDraw | None
 ) -> Plan:
     """Return the plan, from where the run begins."""
-    progress.begin_after(samplers)
     is_batched, dataset = options.auto_collation, options.dataset
     is_gathered = gathers(dataset, is_batched, options.collate_fn) and not (options.overlaps or is_stateful(dataset))
     plan = Plan(
         options.index_sampler, keys, progress, Pace(), is_batched=is_batched, with_arrays=is_gathered, order=order
     )
-    if state is not None and progress.now.position and not options.is_iterable:
-        plan.resume(None if samplers.passes else unplain(state.samplers), samplers.drawn)
+    if there.position and not options.is_iterable:
+        plan.resume(None if there.passes else unplain(there.samplers), there.drawn)
     return plan
 
 
 def _progress(
-    options: Options,
-    state: LoaderState | None,
-    drawn: Drawn,
-    key: tuple[int, int, int],
-    workers: dict[int, WorkerStart] | None,
+    options: Options, there: LoaderState, key: tuple[int, int, int], workers: dict[int, WorkerStart] | None
 ) -> Progress:
     """Return how far the run is before its first batch."""
-    position = drawn.num_yielded if state is None else state.position
-    sample = position * (options.batch_size or 1) if state is None or state.sample < 0 else state.sample
+    sample = there.position * (options.batch_size or 1) if there.sample < 0 else there.sample
     return Progress(
-        position,
-        None if state is None else set(state.ahead),
+        there.position,
+        set(there.ahead),
         in_order=options.in_order,
         workers=workers,
-        next_worker=None if state is None else state.next_worker,
-        bad_count=0 if state is None else state.bad_count,
+        next_worker=there.next_worker,
+        bad_count=there.bad_count,
         key=None if options.is_iterable else key,
         overlaps=options.overlaps,
         sample=sample if options.knows_places else 0,
@@ -353,19 +322,9 @@ def _progress(
 # -------------------------------------------------------------------------------------------------------- the dataset
 
 
-def _load_dataset(options: Options, state: LoaderState, news: tuple[int | None, ...]) -> bool:
-    """Bring the dataset of this process to where it was between two runs, before anything of the next one is drawn.
-
-    The state may set a global generator. Where batches were made since, they are made again later.
-    """
-    if (starts := state.starts) is None or not state.is_between_runs:
-        return False
-    if len(starts) != 1 or not starts[0].snapshot or starts[0].made or not is_stateful(options.dataset):
-        return False
-    with Drawing():
-        options.dataset.load_state_dict(starts[0].snapshot["dataset"])
-    tell(listeners(options.dataset), news)
-    return True
+def _has_dataset(options: Options, start: WorkerStart) -> bool:
+    """Whether a state has where the dataset is, with no batches since then that are to be made again."""
+    return bool(start.snapshot) and not start.made and is_stateful(options.dataset)
 
 
 def _starts(

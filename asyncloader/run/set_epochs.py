@@ -1,6 +1,6 @@
 """Which epochs a loader's samplers and dataset were told by `set_epoch`: by the user, by a state, or by the loader.
 
-    loader.set_epoch ── note ──────────┐
+    loader.set_epoch ──────────────────┐
     a state that a run begins from ────┼──> of_dataset, of_samplers ──> states, and copies of the dataset in workers
     dataset.set_epoch: its `epoch` ────┘
 
@@ -12,13 +12,13 @@ remembered here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from asyncloader.epochs import changed, listeners, numbers, tell
+from asyncloader.epochs import changed, hears, listeners, numbers, tell
 from asyncloader.options import Options
 from asyncloader.protocols import probe
 from asyncloader.run.plan import samplers_within
@@ -27,15 +27,11 @@ from asyncloader.run.state import LoaderState
 log = logging.getLogger("asyncloader")
 
 
-class Chosen(NamedTuple):
-    """The epochs that each sampler, from the outermost on, and each listener of the dataset were told, or None."""
-
-    samplers: list[int | None]
-    dataset: list[int | None]
-
-
 class SetEpochs:
     """What was told. Used in the threads of consumers.
+
+    Lists of epochs have those of samplers first, from the outermost on, and then those of the dataset's listeners: None
+    where nothing was told.
 
     Attributes:
         of_past_run: What the dataset had been told before a past run. Workers that make a batch of that again are told
@@ -44,17 +40,19 @@ class SetEpochs:
 
     def __init__(self) -> None:
         self.of_past_run: list[int | None] = []
-        self._number: int | None = None  # by the loader, last
-        self._by_state = Chosen([], [])  # since then
+        self._told: list[int | None] = []  # by the loader or a state: of those that do not show it
+        self._when_loaded: list[int | None] = []
         self._is_set = False  # the epoch that begins, by the user
-        self._has_warned = False
-        self._is_told_since_load = False  # by the loader, be it the number that all have shown
-        self._when_loaded = Chosen([], [])
+        self._is_quiet = False  # the loader has told an epoch, or has warned that nobody does
 
-    def note(self, epoch: int) -> None:
-        """Note that the loader has told samplers and the dataset of an epoch."""
-        self._number, self._is_told_since_load = epoch, True
-        self._by_state = Chosen([], [])
+    def set(self, index_sampler: Any, dataset: Any, epoch: int) -> None:
+        """Tell samplers and the dataset of an epoch, as `DataLoader.set_epoch` does."""
+        things = [*samplers_within(index_sampler), *listeners(dataset)]
+        for thing in filter(hears, things):
+            thing.set_epoch(epoch)
+        self._told = [epoch] * len(things)
+        self._when_loaded = []  # whatever was known then, this is news
+        self._is_quiet = True
 
     def begin_epoch(self, index_sampler: Any, *, last: Sequence[int | None] | None) -> None:
         """Have samplers that count epochs go on to the next one, unless the user has set one.
@@ -75,92 +73,87 @@ class SetEpochs:
         """Note whether the user has set the epoch that begins, before a state sets that of its own."""
         self._is_set = any(sampler.is_epoch_set for sampler in counting(index_sampler))
 
-    def warn_of_same_order(self, options: Options, before: list[int | None], of_dataset: list[int | None]) -> None:
+    def warn_of_same_order(self, options: Options, before: Sequence[int | None]) -> None:
         """Warn once, at the second epoch, of what gives the order of the first one, because nobody has told it which.
 
         Args:
             options: The loader's.
-            before: What samplers were told before the epoch that is over.
-            of_dataset: The same of the dataset.
+            before: What was told before the epoch that is over.
         """
-        if self._has_warned or self._number is not None:
+        if self._is_quiet:
             return
-        told = zip(before, self.of_samplers(options.index_sampler), strict=False)
-        pairs = zip(samplers_within(options.index_sampler), told, strict=False)
-        untold = [sampler for sampler, (was, now) in pairs if was == now]
-        if any(isinstance(sampler, DistributedSampler) and sampler.shuffle for sampler in untold):
-            self._has_warned = True
+        told = zip(before, self._now(options), strict=False)
+        same = [thing if was == now else None for thing, (was, now) in zip(_things(options), told, strict=False)]
+        num_samplers = len(samplers_within(options.index_sampler))
+        if any(isinstance(each, DistributedSampler) and each.shuffle for each in same[:num_samplers]):
+            self._is_quiet = True
             log.warning(
                 "DistributedSampler gives the same order in every epoch: nobody has called set_epoch. Call "
                 "loader.set_epoch(epoch) before each epoch, or use asyncloader.samplers.ElasticSampler, which counts "
                 "them."
             )
-        copies = zip(listeners(options.dataset), of_dataset, self.of_dataset(options.dataset), strict=False)
         if options.has_workers and options.persistent_workers:
-            same = [one for one, was, told in copies if was == told and not probe(one, "counts_epochs")]
-            if same:
-                self._has_warned = True
+            untold = [one for one in same[num_samplers:] if one is not None and not probe(one, "counts_epochs")]
+            if untold:
+                self._is_quiet = True
                 log.warning(
                     "%s has set_epoch, and the copies of it in persistent workers were told no epoch: each epoch may "
                     "have the same order. Call loader.set_epoch(epoch) before each, which reaches the workers; a call "
                     "on the dataset itself does not. (counts_epochs = True, as an attribute of the dataset, says that "
                     "it counts by itself.)",
-                    type(same[0]).__name__,
+                    type(untold[0]).__name__,
                 )
 
     def note_state(self, state: LoaderState, options: Options) -> None:
         """Note what a state has told samplers and the dataset that a run begins from."""
-        before = self._now(options)
-        since = state.set_epochs, state.dataset_epochs
-        self._by_state = Chosen(*map(_merged, before, since))
+        self._told = [
+            was if now is None else now for was, now in zip(self._now(options), _told_by(state), strict=False)
+        ]
 
     def note_load(self, options: Options) -> None:
         """Note what is told when a state is loaded: an epoch that is set afterwards goes before the state's."""
         for sampler in counting(options.index_sampler):
             sampler.is_epoch_set = False
-        self._is_told_since_load, self._when_loaded = False, self._now(options)
+        self._when_loaded = self._now(options)
 
-    def _now(self, options: Options) -> Chosen:
-        return Chosen(self.of_samplers(options.index_sampler), self.of_dataset(options.dataset))
+    def _now(self, options: Options) -> list[int | None]:
+        return numbers(_things(options), self._told)
 
     def of_samplers(self, index_sampler: Any) -> list[int | None]:
-        """Return what samplers were told, from the outermost on."""
-        return numbers(samplers_within(index_sampler), self._number, self._by_state.samplers)
+        """Return what samplers were told."""
+        return numbers(samplers_within(index_sampler), self._told)
 
-    def of_dataset(self, dataset: Any) -> list[int | None]:
-        """Return what each of a dataset's listeners was told."""
-        return self.of_past_run or numbers(listeners(dataset), self._number, self._by_state.dataset)
+    def of_dataset(self, options: Options) -> list[int | None]:
+        """Return what each of the dataset's listeners was told."""
+        return self.of_past_run or self._now(options)[len(samplers_within(options.index_sampler)) :]
 
-    def since_load(self, options: Options) -> Chosen:
+    def since_load(self, options: Options) -> tuple[int | None, ...]:
         """Return what was told since a state was loaded; None for those that may have been told nothing."""
-        now = self._now(options)
-        if self._is_told_since_load:
-            return now
-        return Chosen(*(list(changed(*pair)) for pair in zip(now, self._when_loaded, strict=True)))
+        return changed(self._now(options), self._when_loaded)
 
-    def of_another(self, state: LoaderState, options: Options) -> Chosen | None:
+    def of_another(self, state: LoaderState, options: Options) -> tuple[int | None, ...]:
         """Return what was told since a state was loaded, if that is another epoch than the one the state is in."""
         chosen = self.since_load(options)
-        is_news = _is_news(chosen.samplers, state.set_epochs) or _is_news(chosen.dataset, state.dataset_epochs)
+        pairs = zip(chosen, _told_by(state), strict=False)
+        is_news = any(now is not None and now != (before or 0) for now, before in pairs)
         # A state of torchdata's does not say which epoch it is in.
-        return chosen if is_news and state.set_epochs and not state.is_between_runs else None
+        return chosen if is_news and state.set_epochs and not state.is_between_runs else ()
 
-    def choose(self, chosen: Chosen, options: Options) -> None:
+    def choose(self, chosen: Sequence[int | None], options: Options) -> None:
         """Tell samplers and the dataset of the epoch that was set after a state was loaded."""
-        tell(samplers_within(options.index_sampler), chosen.samplers)
-        tell(listeners(options.dataset), chosen.dataset)
-        self._by_state = chosen
+        tell(_things(options), chosen)
+        self._told = list(chosen)
+
+
+def _things(options: Options) -> list[Any]:
+    """List the samplers and the listeners of the dataset."""
+    return [*samplers_within(options.index_sampler), *listeners(options.dataset)]
+
+
+def _told_by(state: LoaderState) -> Iterator[int | None]:
+    return chain(state.set_epochs, state.dataset_epochs, repeat(None))
 
 
 def counting(index_sampler: Any) -> list[Any]:
     """List the samplers whose epochs the loader counts: `is_epoch_set` says whether the user has set the next one."""
     return [each for each in samplers_within(index_sampler) if isinstance(probe(each, "is_epoch_set"), bool)]
-
-
-def _is_news(chosen: list[int | None], known: Sequence[int | None]) -> bool:
-    pairs = zip(chosen, chain(known, repeat(None)), strict=False)
-    return any(now is not None and now != (before or 0) for now, before in pairs)
-
-
-def _merged(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:
-    return [was if now is None else now for was, now in zip(before, chain(since, repeat(None)), strict=False)]
