@@ -75,7 +75,7 @@ def read_state(state: Any, options: Options) -> LoaderState:
     try:
         return _converted(_read(state), options)
     except (KeyError, TypeError) as error:
-        advice = f"It is not a whole state of StatefulDataLoader: {error!r}."
+        advice = f"It has no version of ours, and is not a whole state of StatefulDataLoader: {error!r}."
         raise StateMismatchError("keys", sorted(state), "those of torchdata 0.8 to 0.11", advice) from error
 
 
