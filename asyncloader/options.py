@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import multiprocessing
 from collections.abc import Callable
@@ -169,6 +170,11 @@ class Options:
                 f'num_workers="auto" cannot change the number of workers while they are at work: {why}'
             )
         self._check_renewal()
+        if inspect.iscoroutinefunction(self.collate_fn):
+            raise ConfigurationError(
+                "collate_fn is called and not awaited, and this one is a coroutine function: what a batch has to wait "
+                "for belongs into the dataset's `async def __getitems__`, with `collated = True` if it returns batches"
+            )
         if self.provider is not None and self.multiprocessing_context is not None:
             raise ConfigurationError(
                 f"multiprocessing_context is for processes of this machine, and {self.provider!r} has none"

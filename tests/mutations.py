@@ -193,8 +193,8 @@ MUTATIONS = (
     Mutation(
         "an overlapping sample forgets its place in the epoch",
         "worker/overlap.py",
-        "        job.first = first\n",
-        "",
+        "            keys, job.first = keys\n",
+        "            keys, _ = keys\n",
         "worker/test_overlap_loop.py seeding/test_samples.py",
     ),
     Mutation(

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError, sample_rng
+from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError, sample_rng
 from asyncloader.worker import stream as child_stream
 from tests import inside
 from tests.patience import patiently, patiently_async, wait_until
@@ -70,6 +70,20 @@ class Late(Dataset[int]):
 
     def __getitem__(self, index: int) -> Any:
         return self.inner[index]
+
+
+class LateBatches(Late):
+    """The same, by the batch."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self.inner[index] for index in indices]
+
+
+class LateStream(IterableDataset[int]):
+    """A plain stream of what has to be awaited."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(Squares().__getitem__, range(20))
 
 
 class Stream:
@@ -155,7 +169,6 @@ def test_samples_come_in_order(place: dict[str, Any], concurrency: int | None) -
         Subset(squares, range(20)),
         Subset(BatchSquares(), range(20)),  # type: ignore[arg-type]
         ConcatDataset([Subset(squares, range(5)), Subset(squares, range(5, 20))]),
-        Late(),
     ):
         loader: Any = DataLoader(dataset, batch_size=3, concurrency=concurrency, **place)
         assert [len(batch) for batch in loader] == [3] * 6 + [2], dataset
@@ -167,15 +180,34 @@ def test_samples_come_in_order(place: dict[str, Any], concurrency: int | None) -
 
 @places
 async def test_async_for_gives_what_for_gives(place: dict[str, Any]) -> None:
-    """The other face, with an async collate_fn."""
+    """The other face."""
+    loader: Any = DataLoader(Squares(), batch_size=3, **place)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert flat([batch async for batch in loader]) == SQUARES
+
+
+def test_an_async_collate_fn_is_refused() -> None:
+    """Its coroutines would be the batches."""
 
     async def collate(samples: list[int]) -> list[int]:
-        await asyncio.sleep(0.001)
-        return [sample + 1 for sample in samples]
+        return samples
 
-    loader: Any = DataLoader(Squares(), batch_size=3, collate_fn=collate, **place)  # type: ignore[arg-type]
-    for _ in range(2):
-        assert flat([batch async for batch in loader]) == [square + 1 for square in SQUARES]
+    with pytest.raises(ConfigurationError, match="collated = True"):
+        DataLoader(Squares(), collate_fn=collate)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [{}, {"num_workers": 1}, {"num_workers": 1, "concurrency": 2}, {"num_workers": 1, "worker_backend": "thread"}],
+    ids=["here", "process", "threads of a process", "thread"],
+)
+def test_samples_that_turn_out_to_be_awaitables_are_refused(place: dict[str, Any]) -> None:
+    """Of a map-style dataset, by key or by the batch, and of a plain stream: the error says how they are awaited."""
+    for dataset in (Late(), LateBatches(), LateStream()):
+        if "concurrency" in place and isinstance(dataset, LateStream):
+            continue  # awaits them
+        with pytest.raises(TypeError, match=rf"{type(dataset).__name__} has to be awaited.*async def"):
+            next(iter(DataLoader(dataset, batch_size=2, collate_fn=list, **place)))
 
 
 @engines

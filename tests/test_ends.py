@@ -113,7 +113,7 @@ def loader_of(case: str, kind: str, **options: Any) -> DataLoader[Any]:
         "collate": (Whole, fails),
         "collate of a stream": (Streams, fails),
         "collate of an async stream": (AsyncStreams, fails),
-        "awaitables": (Awaitables, {"concurrency": 2} if options["num_workers"] else {}),
+        "awaitables": (Awaitables, {"concurrency": 2}),
         "threads": (Maps, {"concurrency": 2} if options["num_workers"] else {}),
         "sampler": (Whole, {"batch_sampler": Sampler(kind)}),
     }

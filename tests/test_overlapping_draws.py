@@ -183,7 +183,7 @@ def test_samples_are_asked_for_twice_only_where_late_ones_draw(quiet: int) -> No
 
 
 def test_whole_batches_have_draws_of_their_own() -> None:
-    """Of `__getitems__`, of what it leaves to be awaited, and of collate_fn, also of an async one."""
+    """Of `__getitems__`, of what it leaves to be awaited, and of collate_fn."""
 
     class Batches:
         def __len__(self) -> int:
@@ -198,17 +198,12 @@ def test_whole_batches_have_draws_of_their_own() -> None:
             await turns(index % 5)
             return index, number, random.random()
 
-    async def collate(samples: list[Any]) -> Any:
-        await turns(samples[0][0] % 6)
+    def collate(samples: list[Any]) -> Any:
         return samples, random.random()
 
-    def at_once(samples: list[Any]) -> Any:
-        return samples, random.random()
-
-    for collate_fn in (collate, at_once):
-        expected = run(Batches(), collate_fn=collate_fn, concurrency=1)
-        assert run(Batches(), collate_fn=collate_fn, num_workers=2) == expected
-        assert len({number for _, number in expected}) == len(expected)
+    expected = run(Batches(), collate_fn=collate, concurrency=1)
+    assert run(Batches(), collate_fn=collate, num_workers=2) == expected
+    assert len({number for _, number in expected}) == len(expected)
 
 
 # ------------------------------------------------------------------------------------------------ without a worker

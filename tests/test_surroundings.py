@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import threading
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -158,38 +157,6 @@ def test_a_child_task_that_leaves_for_itself_costs_nothing(place: dict[str, Any]
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-class Later:
-    """A number that has to be awaited; 1 asks for the end of the program."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __await__(self) -> Generator[Any, Any, int]:
-        yield from asyncio.sleep(0).__await__()
-        if self.number == 1:
-            raise SystemExit
-        return self.number
-
-
-class AwaitableSamples:
-    """Nobody can know that its samples have to be awaited."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return Later(index)
-
-
-def test_an_awaitable_sample_that_leaves_costs_its_batch() -> None:
-    """In the trainer's own thread, without workers, where its awaitables are awaited on the loop of all loaders."""
-    iterator: Any = iter(DataLoader(AwaitableSamples(), batch_size=1))  # type: ignore[arg-type]
-    assert int(next(iterator)) == 0
-    with pytest.raises(SystemExit):
-        next(iterator)
-    assert [int(batch) for batch in iterator] == [2, 3]
-
-
 class Nested:
     """Sums up another loader for each sample."""
 
@@ -225,13 +192,11 @@ def test_a_loader_inside_a_dataset_on_the_loop(how: str) -> None:
     [
         ("for", {"num_workers": 1}),
         ("for", {"num_workers": 1, "worker_backend": "thread"}),
-        ("for", {}),
         ("close", {"num_workers": 1}),
     ],
 )
 def test_a_loader_that_would_block_the_loop_is_refused(how: str, inner: dict[str, Any]) -> None:
     """It would wait for ever for what only the loop under it can do, and so would every loader of the process."""
-    dataset: Any = range(4) if inner else AwaitableSamples()
-    loader: Any = DataLoader(dataset, batch_size=1, **inner)
+    loader: Any = DataLoader(range(4), batch_size=1, **inner)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"asyncio\.to_thread"):
         next(iter(DataLoader(Nested(how, loader), batch_size=None, timeout=20)))  # type: ignore[arg-type]

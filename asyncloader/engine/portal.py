@@ -22,9 +22,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
-from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -67,7 +66,7 @@ class Portal:
         self.sessions: set[Closeable] = set()  # touched by the loop thread only
         self.is_closing = False  # written by the loop thread
         self.is_closed = False
-        self._unanswered: dict[Future[Any], Coroutine[Any, Any, Any] | None] = {}  # that somebody may wait for
+        self._unanswered: set[Future[Any]] = set()  # that somebody may wait for
         self._thread = threads.start(self._run, "asyncloader")
         # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:
         # a Ctrl-C in here must not leave a half-made portal to be closed.
@@ -85,12 +84,8 @@ class Portal:
             self._give_up()  # on what was posted after the last turn, and before that
 
     def _cancel_left_tasks(self) -> None:
-        """Cancel tasks that datasets have begun and not awaited, as `asyncio.run` does, and wait a moment for them.
-
-        Not the tasks that somebody waits for: those are given up, with an error.
-        """
-        awaited = set(filter(None, self._unanswered.values()))
-        left = [task for task in asyncio.all_tasks(self.loop) if task.get_coro() not in awaited]
+        """Cancel tasks that datasets have begun and not awaited, as `asyncio.run` does, and wait a moment for them."""
+        left = asyncio.all_tasks(self.loop)
         for task in left:
             task.cancel()
         if left:
@@ -99,11 +94,9 @@ class Portal:
             run_forever(self.loop)
 
     def _give_up(self) -> None:
-        for future, coroutine in threads.copied(self._unanswered.items()):
+        for future in threads.copied(self._unanswered):
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(exiting())
-            if coroutine is not None:
-                coroutine.close()
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Run the function on the loop soon. Takes no lock, so finalizers may call it.
@@ -118,31 +111,16 @@ class Portal:
 
     def call(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Run the function on the loop and give its result. Not for finalizers."""
-        return self._promise(_fulfil, function, args)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run the coroutine on the loop, and give its result; a loop that ends before gives an error."""
-        return self._promise(_await, coroutine, coroutine=coroutine)
-
-    def _promise(
-        self, begin: Callable[..., None], *args: object, coroutine: Coroutine[Any, Any, Any] | None = None
-    ) -> Future[Any]:
-        """Have this begun on the loop with a future, which is answered whatever becomes of the loop."""
-        future = Answer[Any]()
-        self._unanswered[future] = coroutine
-        future.add_done_callback(self._answered)
+        future = Answer[T]()  # is answered whatever becomes of the loop
+        self._unanswered.add(future)
+        future.add_done_callback(self._unanswered.discard)
         try:
-            self.post(begin, future, *args)
+            self.post(_fulfil, future, function, args)
         except LoaderClosedError:
-            self._answered(future)
-            if coroutine is not None:
-                coroutine.close()
+            self._unanswered.discard(future)
             self.stop_daemon()
             raise
         return future
-
-    def _answered(self, future: Future[Any]) -> None:
-        self._unanswered.pop(future, None)
 
     def launch(self, steps: Generator[Launch, None, None]) -> None:
         """Take the steps of a start on the loop, and launch what they launch in the calling thread."""
@@ -230,23 +208,6 @@ def _fulfil(future: Future[T], function: Callable[..., T], args: tuple[object, .
         future.set_exception(error)
     finally:
         del future  # it would be in a cycle with the error, whose traceback refers to this frame
-
-
-def _await(future: Future[T], coroutine: Coroutine[Any, Any, T]) -> None:
-    # With a context, as `asyncio.Runner` gives one: it is the sample's own coroutine, and no task of the sample.
-    task = asyncio.get_running_loop().create_task(coroutine, context=copy_context())
-    task.add_done_callback(partial(_tell, future))
-
-
-def _tell(future: Future[T], task: asyncio.Future[T]) -> None:
-    with contextlib.suppress(InvalidStateError):  # the loop has ended, and whoever waited was told
-        if task.cancelled():
-            future.cancel()
-            future.set_running_or_notify_cancel()
-        elif (error := task.exception()) is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(task.result())
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -58,17 +58,18 @@ OUTCOMES = frozenset({Kind.BATCH, Kind.FAILURE, Kind.REFUSED, Kind.LEFT_OUT, Kin
 """Kinds of frames that are outcomes."""
 
 
-def pack(outcome: Outcome, payload: Sequence[Buffer] = ()) -> tuple[int, list[Buffer]]:
+def pack(outcome: Outcome, payload: Sequence[Buffer] = (), encode_s: float = 0.0) -> tuple[int, list[Buffer]]:
     """Return the kind and the body of a frame.
 
     Args:
         outcome: The outcome.
         payload: The encoded data of a batch.
+        encode_s: How long encoding has taken.
     """
     extras = b""
     if outcome.bad or outcome.snapshot is not None:
         extras = _pickled(list(outcome.bad), outcome.snapshot)
-    parts: list[Buffer] = [_HEAD.pack(*outcome.record, len(extras)), extras, *payload]
+    parts: list[Buffer] = [_HEAD.pack(*outcome.record[:-1], encode_s, len(extras)), extras, *payload]
     if outcome.error is not None:
         parts.append(pickle.dumps(outcome.error))
     return outcome.kind, parts

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -33,7 +33,6 @@ from asyncloader.engine.arrivals import Arrivals
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import pinned
 from asyncloader.engine.handoff import Handoff
-from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Place
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.failure import Blame, EndOfData, LocalError, stand_in
@@ -67,26 +66,9 @@ class InlineHost(Host):
     def ends(self, error: BaseException) -> bool:
         """Whether this is an interruption by a signal's handler, and no failure of a batch.
 
-        No handler raises CancelledError; a SystemExit of an awaited sample was raised on the loop, and says so.
+        No handler raises CancelledError.
         """
-        is_of_a_sample = isinstance(error, asyncio.CancelledError) or hasattr(error, "asyncloader_of_a_sample")
-        return not (isinstance(error, Exception) or is_of_a_sample)
-
-
-def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Await samples that turn out to be awaitables, where there may be a loop already: the caller's."""
-    try:
-        refuse_to_block_the_loop()
-    except BaseException:
-        coroutine.close()
-        raise
-    future = get_portal().run(coroutine)
-    try:
-        return future.result()
-    except SystemExit as error:
-        if future.done() and not future.cancelled() and future.exception() is error:
-            error.asyncloader_of_a_sample = True  # type: ignore[attr-defined]
-        raise
+        return not isinstance(error, (Exception, asyncio.CancelledError))
 
 
 def _checks() -> list[int]:
@@ -167,7 +149,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         # torch's own fetcher has begun to iterate, which a dataset may count; but before the dataset was in its state.
         is_begun = options.is_iterable and not (start.starts and start.starts[0].snapshot)
         iterator = self._dataset_fetcher.dataset_iter if is_begun else None
-        maker = BatchMaker(0, self._worker_spec(), InlineHost(), _run_on_portal, aside=aside)
+        maker = BatchMaker(0, self._worker_spec(), InlineHost(), aside)
 
         def open_source(dataset: Any) -> None:
             maker.open_fetcher(dataset, iterator)
@@ -220,7 +202,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             return
         if plan is self._plan:  # otherwise another thread has loaded a state meanwhile: the batch is of no run
             self._in_hand = batch
-            self._meter.add((number, maker.count, began, maker.fetched_at, asked_at, perf_counter()))
+            self._meter.add((number, maker.count, began, maker.fetched, asked_at, perf_counter()))
 
     def _wait_for_keys(self) -> None:
         """Wait until the next keys are there."""
@@ -268,7 +250,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         finally:
             del made, error  # a traceback that refers to this frame would keep the iterator alive
         maker = self._maker
-        self._meter.add((self._progress.read - 1, maker.count, began, maker.fetched_at, asked_at, perf_counter()))
+        self._meter.add((self._progress.read - 1, maker.count, began, maker.fetched, asked_at, perf_counter()))
 
     async def _read_aside(self) -> Any:
         """Return the next keys, when they are there. The sampler is the user's, and is read in the caller's thread."""

@@ -12,15 +12,14 @@ itself, `make` returns a batch, or raises.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import length_hint
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import torch
@@ -47,14 +46,18 @@ from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.own_generators import OwnGenerators, seeded_generators_of
 from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, current
 from asyncloader.seeding.seeder import COLLATE, Seeder
-from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, Steps, steps
+from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, Steps
 from asyncloader.transport.collate import is_default, recycling_collate
 from asyncloader.worker.data_pipes import one_walks
-from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher, settle
+from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher, refuse_awaitables
 from asyncloader.worker.job import Job, NoGoodSample, mend
 from asyncloader.worker.odd_sample import find_odd_sample
 
 _STALLS_EVERY_S = 0.1  # to ask takes up to 100 us
+
+Work: TypeAlias = "Job | BatchMaker"
+"""What knows how a batch came about: a job where samples overlap, otherwise the maker, which makes one at a time."""
+
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
@@ -102,7 +105,6 @@ class BatchMaker:
         worker_id: From 0.
         spec: The dataset and how batches are made of it; or an exception, which then stands for every batch.
         host: Where it is.
-        run: Runs a coroutine to its end, for samples that turn out to be awaitables.
         aside: Entered while batches are made again for nobody.
 
     Attributes:
@@ -111,11 +113,9 @@ class BatchMaker:
         keeper: Keeps the state of the dataset in this run, if it has one.
         failure: The exception that stands for every batch of this run, or None.
         seeder: The seeder of this run.
-        count: How many samples the batch had that `make` has made last, or has not.
-        fetched_at: When these were there; 0.0 if they never were.
-        bad: Those of them that had raised, and were left out or replaced.
-        snapshot: The state of the dataset after them, where one was taken.
-        blame: The sample that `make` has raised about, where that is known.
+        blame: The sample that the last error is about, where that is known.
+        ticket, waited_s, began: As of a `Job`, of the ticket that was answered last.
+        count, fetched, bad, snapshot: The same, of what `make` has made last, or has not.
         switch: Gives each sample draws of its own where samples overlap, or warns of draws, or does neither.
     """
 
@@ -125,8 +125,11 @@ class BatchMaker:
     _is_batched: bool
     _is_plain = False
     """A batch is fetched and collated, and that is all: most are, where nothing is seeded."""
+    _is_known = False
+    """A batch was looked at, and has not to be awaited."""
+    ticket = 0
+    waited_s = began = fetched = 0.0
     count = 0
-    fetched_at = 0.0
     bad: Sequence[BadSample] = ()
     snapshot: Any = None
     blame: Blame | None = None
@@ -136,7 +139,6 @@ class BatchMaker:
         worker_id: int,
         spec: WorkerSpec | Exception,
         host: Host,
-        run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
         aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.keeper: Keeper | None = None
@@ -144,7 +146,6 @@ class BatchMaker:
         self._unfit: Exception | None = None  # what stands for every batch of every run
         self._id = worker_id
         self.host = host
-        self._run = run
         self._aside = aside
         self._fetch: Any = None  # a `Fetcher`, where samples are fetched one by one
         self._own_states: list[tuple[Any, Any]] = []  # as they are outside of samples
@@ -233,7 +234,8 @@ class BatchMaker:
                 tell(listeners(dataset), start.epochs)
             self._find_generators()
             is_special = self._seeds or spec.knows_places or spec.tolerates or self.keeper is not None
-            self._is_plain = self._is_batched and not is_special
+            self._may_be_plain = self._is_batched and not is_special
+            self._is_plain = self._may_be_plain and self._is_known
             (open_source or self.open_fetcher)(dataset)
             if self._fetch is not None and self.keeper is not None and self.keeper.made:
                 with self._aside():
@@ -288,7 +290,7 @@ class BatchMaker:
     def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
         """Make what `make` gets samples from; of this iterator, if there is one already."""
         keeper = self.keeper
-        self._fetch = make_fetcher(dataset, self.spec, self._run, iterator)
+        self._fetch = make_fetcher(dataset, self.spec, iterator)
         if keeper is not None and isinstance(self._fetch, IterableFetcher):
             self._fetch.ended = keeper.attach(self._fetch.iterator)
 
@@ -312,20 +314,16 @@ class BatchMaker:
 
     def answer(self, ticket: int, keys: Any, waited_s: float = 0.0) -> Outcome:
         """Make the batch of a ticket. An exception stands for the batch, unless the worker cannot go on after it."""
-        if self.refuses(keys):
+        if self.failure is not None or type(keys) is RemoteError:
             return self.refused(ticket, keys)
-        job = Job(ticket, waited_s=waited_s)
+        self.ticket, self.waited_s, self.began = ticket, waited_s, perf_counter()
         try:
-            data, error = self.make(ticket, keys), None
-        except BaseException as raised:
-            if self.host.ends(raised):
+            data = self.make(ticket, keys)
+        except BaseException as error:
+            if self.host.ends(error):
                 raise
-            data, error = None, raised
-        try:
-            job.count, job.fetched, job.bad, job.snapshot = self.count, self.fetched_at, self.bad, self.snapshot
-            return self.batch(job, data) if error is None else self.failed(job, error, self.blame)
-        finally:
-            del error  # its frames refer to this one
+            return self.failed(self, error)
+        return self.batch(self, data)
 
     def make(self, number: int, keys: Any) -> Any:
         """Return a batch, or raise what stands for it.
@@ -345,16 +343,16 @@ class BatchMaker:
             if not self._is_plain:
                 here, keys = self._begin_batch(here, keys)
             samples = self._fetch(keys, here)
-            self.fetched_at = perf_counter()
+            self.fetched = perf_counter()
             if self._is_plain:
                 self.count = length_hint(samples, 1)
             else:
-                samples = self._good(samples, keys, here)
+                samples = self._looked_at(samples, keys, here)
             return self.collate(samples)
         except BaseException as error:
             self._fetch.errors.clear()  # of an interrupted batch, which may be made anew
             if samples is None:  # they are not there
-                self.count, self.fetched_at = 0, 0.0
+                self.count, self.fetched = 0, 0.0
                 self.snapshot = None
             if not self.host.ends(error):
                 self.blame = _raised_at(here.position) if samples is None else self._odd(samples, self.bad)
@@ -371,17 +369,23 @@ class BatchMaker:
                 here = self._leave_out(gap, here.batch, keys)
         return here, keys
 
-    def _good(self, samples: Any, keys: Any, here: SampleContext) -> Any:
-        """Return the samples of a batch without those that raised, or with others in their places."""
-        fetch = self._fetch
+    def _looked_at(self, samples: Any, keys: Any, here: SampleContext) -> Any:
+        """Return what is collated of samples that were fetched, and note the state of the dataset after them."""
+        if not self._is_known:
+            refuse_awaitables(samples, self.spec.dataset)
+            self._is_known, self._is_plain = True, self._may_be_plain
         if self.keeper is not None:
-            self.snapshot = self.keeper.take(ended=fetch.ended)
+            self.snapshot = self.keeper.take(ended=self._fetch.ended)
         if here.first is not None:
             here.position = COLLATION
-        if fetch.errors:
-            self.bad = self._bad(fetch.errors, keys)
-            samples = mend(samples, fetch.errors, leave_out=self.spec.on_error == "skip")
-        self.count = length_hint(samples, 1) if self._is_batched else 1
+        return self._good(self, samples, self._fetch.errors, keys)
+
+    def _good(self, work: Work, samples: Any, errors: dict[int, Any], keys: Any) -> Any:
+        """Return the samples of a batch without those that raised, or with others in their places."""
+        if errors:
+            work.bad = self._bad(errors, keys)
+            samples = mend(samples, errors, leave_out=self.spec.on_error == "skip")
+        work.count = length_hint(samples, 1) if self._is_batched else 1
         return samples if self._is_batched else samples[0]
 
     def _seed(self, here: SampleContext, keys: Any) -> Any:
@@ -413,65 +417,34 @@ class BatchMaker:
 
     # ------------------------------------------------------------------------------------ samples that are all here
 
-    def gathered(self, job: Job) -> Any:
-        """Return the outcome of a ticket whose samples overlapped; or, of an async collate_fn, what is to be awaited.
-
-        `batch` makes an outcome of the data then, or `failed` of what was raised.
-        """
+    def gathered(self, job: Job) -> Outcome:
+        """Return the outcome of a ticket whose samples overlapped. The job refers to none of them any more."""
         position = COLLATION if job.first is not None else BATCH
         switch = self.switch if isinstance(self.switch, GeneratorSwitch) else None
         here = sample_context.enter(self.seeder, job.ticket, position, job.first, switch)
         if self.keeper is not None and not self.spec.is_iterable:
             job.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
-        if switch is None or is_default(self.spec.collate_fn):
-            return self._finish(job, may_await=True)
-        with switch.seeded(*here.place(COLLATE)):
-            return self._finish(job, may_await=True)
+        is_seeded = switch is not None and not is_default(self.spec.collate_fn)
+        with switch.seeded(*here.place(COLLATE)) if switch is not None and is_seeded else contextlib.nullcontext():
+            return self._finish(job)
 
-    async def collated(self, job: Job, collation: Any) -> Any:
-        """Await what `gathered` returns of an async collate_fn."""
-        if not isinstance(self.switch, GeneratorSwitch):
-            return await collation
-        self.switch.stay_seeded()
-        draws = SampleDraws(*sample_context.here().place(COLLATE))
-        return await steps(self.switch, draws, settle(collation))
-
-    def _finish(self, job: Job, *, may_await: bool = False) -> Any:
-        """Collate the samples of a job, as far as they are good.
-
-        Args:
-            job: Nothing in it refers to samples or errors any more.
-            may_await: Return what is to be awaited, of an async collate_fn.
-        """
-        samples: Any = None
+    def _finish(self, job: Job) -> Outcome:
+        errors, samples, job.errors, job.samples = job.errors, job.samples, {}, None
         try:
-            if (fatal := job.fatal) is not None:
-                job.fatal = None
-                job.errors.clear()
-                return self.failed(job, fatal, _raised_at(job.fatal_at))
-            samples = self._good_samples(job)
-            data = self.collate(samples)
-            if may_await and hasattr(type(data), "__await__"):
-                return data
-            return self.batch(job, data)
+            if (error := errors.get(job.fatal_at)) is not None:
+                self.blame = _raised_at(job.fatal_at)
+                return self.failed(job, error)
+            samples = self._good(job, samples, errors, job.keys)
+            return self.batch(job, self.collate(samples))
         except BaseException as error:
             if self.host.ends(error):
                 raise
-            return self.failed(job, error, self._odd(samples, job.bad))
+            self.blame = self._odd(samples, job.bad)
+            return self.failed(job, error)
+        finally:
+            del errors, samples  # a traceback that refers to this frame would keep them
 
-    def _good_samples(self, job: Job) -> Any:
-        """Take the samples out of a job; those that raised are left out or replaced, and noted."""
-        samples, job.samples = job.samples, None  # what a sample lies in is free again with the batch
-        if job.errors:
-            job.bad = self._bad(job.errors, job.keys)
-            samples = mend(samples, job.errors, leave_out=self.spec.on_error == "skip")
-        if not self.spec.auto_collation:
-            job.count = 1
-            return samples[0]
-        job.count = len(samples) if hasattr(samples, "__len__") else 1
-        return samples
-
-    def _bad(self, errors: dict[int, Exception], keys: Any) -> list[BadSample]:
+    def _bad(self, errors: dict[int, Any], keys: Any) -> list[BadSample]:
         """Return the samples of a batch that have raised these, as they are told."""
         spec = self.spec
         keys = None if spec.is_iterable else keys if spec.auto_collation else [keys]
@@ -483,21 +456,22 @@ class BatchMaker:
 
     # ------------------------------------------------------------------------------------------------- outcomes
 
-    def batch(self, job: Job, data: Any) -> Outcome:
+    def batch(self, work: Work, data: Any) -> Outcome:
         """Return the batch of a ticket."""
-        return _new(Outcome, (Kind.BATCH, self._record(job), data, None, job.bad, job.snapshot, 0))
+        return _new(Outcome, (Kind.BATCH, self._record(work), data, None, work.bad, work.snapshot, 0))
 
-    def failed(self, job: Job, error: BaseException, blame: Blame | None = None) -> Outcome:
-        """Return what becomes of a ticket for which this was raised, by the sample to blame where that is known."""
+    def failed(self, work: Work, error: BaseException) -> Outcome:
+        """Return what becomes of a ticket for which this was raised; `blame` says by which sample."""
+        blame = self.blame
         if isinstance(error, EndOfData):
-            return self._exhausted(job)
+            return self._exhausted(work)
         if isinstance(error, NoGoodSample):
             if self.spec.on_error == "skip":
-                return Outcome(Kind.LEFT_OUT, self._record(job), None, None, job.bad, job.snapshot)
+                return Outcome(Kind.LEFT_OUT, self._record(work), None, None, work.bad, work.snapshot)
             blame, error = _raised_at(error.position), error.first
         captured = self.host.capture(error)
         captured = replace(captured, blame=blame) if blame else captured
-        return Outcome(Kind.FAILURE, self._record(job), None, captured, job.bad, job.snapshot)
+        return Outcome(Kind.FAILURE, self._record(work), None, captured, work.bad, work.snapshot)
 
     def _odd(self, samples: Any, bad: Sequence[BadSample]) -> Blame | None:
         """Return the sample that keeps these from being collated, if there is one that stands out."""
@@ -512,12 +486,8 @@ class BatchMaker:
             position = next(islice(there, position, None))
         return Blame(position, words)
 
-    def refuses(self, keys: Any) -> bool:
-        """Whether nothing can be made of a ticket: of such keys, or as nothing could be opened."""
-        return self.failure is not None or type(keys) is RemoteError
-
     def refused(self, ticket: int, keys: Any) -> Outcome:
-        """Return what becomes of such a ticket."""
+        """Return what becomes of a ticket of which nothing can be made: of such keys, or as nothing could be opened."""
         if type(keys) is RemoteError:  # they did not come out of their pickle
             return Outcome(Kind.REFUSED, self._record(Job(ticket)), error=keys)
         assert self.failure is not None
@@ -527,8 +497,8 @@ class BatchMaker:
         """Return what becomes of a ticket after the end of the data."""
         return self._exhausted(Job(ticket))
 
-    def _exhausted(self, job: Job) -> Outcome:
-        return Outcome(Kind.EXHAUSTED, self._record(job), snapshot=self.last_snapshot())
+    def _exhausted(self, work: Work) -> Outcome:
+        return Outcome(Kind.EXHAUSTED, self._record(work), snapshot=self.last_snapshot())
 
     def last_snapshot(self) -> Any:
         """Return the state that the next run begins with, after the end of a stream, if the dataset is here then."""
@@ -540,18 +510,18 @@ class BatchMaker:
         before, self._stalled_s = self._stalled_s, stalled_s()
         return self._stalled_s - before
 
-    def _record(self, job: Job) -> Record:
+    def _record(self, work: Work) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""
         now = perf_counter()
-        began, fetched = job.began, job.fetched or now
+        began, fetched = work.began, work.fetched or now
         cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
         stalled = self.stalled_s(now) if now >= self.stalls_due_at else 0.0
         fields = (
-            job.ticket,
+            work.ticket,
             self._epoch.number,
-            job.count,
+            work.count,
             began,
-            job.waited_s,
+            work.waited_s,
             fetched - began,
             now - fetched,
             self._cpu_s - cpu_before,

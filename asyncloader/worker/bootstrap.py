@@ -28,7 +28,7 @@ from typing import Any, NoReturn, cast
 
 from asyncloader.errors import MAIN_IS_IMPORTED, NO_GUARD, WorkerStartError
 from asyncloader.messages.imports import forget_imports_of_others
-from asyncloader.worker.inherited import OpenFile, files_to_reopen, leave_servers
+from asyncloader.worker.inherited import OpenFile, files_to_reopen
 
 if sys.platform != "win32":
     import fcntl
@@ -196,7 +196,6 @@ def _become_worker(ends: Ends, start_method: str) -> list[OpenFile]:
     die_with_parent(ends.liveness)
     if start_method == "fork":
         _forget_the_parents_exit()
-        leave_servers()
     # All objects that are here by now stay. Under fork a collection would write to, and so copy, every page that holds
     # objects of the trainer; and one over all that torch has brought takes 60 ms.
     gc.freeze()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import socket
 from collections import deque
 
-from asyncloader.messages.frames import MOST_PARTS, Buffer, FrameBuffer, frame
+from asyncloader.messages.frames import Buffer, FrameBuffer, frame
+
+_JOINED_BYTES = 256 << 10
+"""A frame up to this size is one call. The parts of a larger one are large, so that to copy them would take longer."""
 
 
 class WorkerChannel:
@@ -42,16 +45,8 @@ class WorkerChannel:
     def send(self, kind: int, *parts: Buffer) -> None:
         """Send a frame whole."""
         whole = frame(kind, parts)
-        total = sum(map(len, whole))
-        sent = self._sock.sendmsg(whole[:MOST_PARTS])
-        if sent == total:
-            return
-        for part in whole:
-            if sent >= len(part):
-                sent -= len(part)
-                continue
-            self._sock.sendall(memoryview(part)[sent:])
-            sent = 0
+        for part in [b"".join(whole)] if sum(map(len, whole)) <= _JOINED_BYTES else whole:
+            self._sock.sendall(part)
 
     def close(self) -> None:
         """Close this end."""

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from itertools import repeat
 from operator import getitem
 from typing import Any, TypeAlias
-
-import numpy as np
-import torch
 
 from asyncloader.messages.failure import EndOfData
 from asyncloader.messages.indices import listed
@@ -26,15 +23,14 @@ from asyncloader.seeding import sample_context
 from asyncloader.seeding.sample_context import SampleContext
 from asyncloader.worker.gather import WholeBatches
 
-RunCoroutine: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine to its end, always on the same loop."""
+_NOT_ASYNC = (
+    "A sample of {} has to be awaited, and the class does not say so. A dataset is async if its class has an `async "
+    "def __getitem__`, or an `__aiter__`: write the method that passes an awaitable on so, and await it there."
+)
 
 
 class MapFetcher:
     """Fetches from a map-style dataset. What costs the batch is raised, by the sample whose position is in the context.
-
-    Samples that turn out to be awaitables, of a dataset that could not be known to be async, are awaited: those of a
-    batch together.
 
     Attributes:
         errors: The tolerated exceptions of samples, by position. Whoever mends the batch empties it.
@@ -43,10 +39,9 @@ class MapFetcher:
     ended = False
     _pause: Callable[[], object] | None = None
 
-    def __init__(self, dataset: Any, spec: WorkerSpec, run: RunCoroutine) -> None:
+    def __init__(self, dataset: Any, spec: WorkerSpec) -> None:
         self._dataset = dataset
         self._auto_collation = spec.auto_collation
-        self._run = run
         self._tolerates = spec.tolerates
         self._whole = WholeBatches(dataset, spec)
         self._by_batch = not self._whole.by_sample and getattr(dataset, "__getitems__", None) is not None
@@ -68,9 +63,9 @@ class MapFetcher:
         samples = [*map(getitem, repeat(self._dataset), left)]
         if len(samples) < len(keys):  # StopIteration of a sample's own ends a `map`, and is asked for once more
             here.position = len(samples)
-            self._one(keys[here.position])
+            self._one(keys[here.position], here)
             raise RuntimeError("The dataset raised StopIteration, and once more it did not.")
-        return samples if _NEVER_AWAITED.issuperset(map(type, samples)) else _settled(samples, self._run)
+        return samples
 
     def _special(self, keys: Any, here: SampleContext) -> Any:
         """Return samples that are asked for otherwise than one after the other by a list of keys."""
@@ -82,7 +77,7 @@ class MapFetcher:
             keys = listed(keys)
         if self._by_batch:
             try:
-                return self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
+                return self._whole.ready(self._dataset.__getitems__(keys), keys)
             except Exception:  # one by one, to find out which are good
                 if not (self._tolerates and has_samples(self._dataset)):
                     raise
@@ -90,25 +85,22 @@ class MapFetcher:
 
     def _each(self, keys: Any, here: SampleContext) -> list[Any]:
         """Return the samples, asked for one by one."""
-        if self._tolerates:
-            samples = [self._try(key, here) for here.position, key in enumerate(keys)]
-        else:  # what turns out to be awaitable draws as well, when it is awaited
-            samples = [self._one(key) for here.position, key in enumerate(keys)]
+        samples = [self._one(key, here) for here.position, key in enumerate(keys)]
         if self._auto_collation:
             here.position = sample_context.BATCH
-        return samples if self._tolerates else _settled(samples, self._run)
+        return samples
 
-    def _one(self, key: Any) -> Any:
-        sample = self._dataset[key]
+    def _one(self, key: Any, here: SampleContext) -> Any:
+        try:
+            sample = self._dataset[key]
+        except Exception as error:
+            if not self._tolerates:
+                raise
+            self.errors[here.position] = error
+            return None
         if self._pause is not None:
             self._pause()
-        return self._run(settle(sample)) if hasattr(type(sample), "__await__") else sample
-
-    def _try(self, key: Any, here: SampleContext) -> Any:
-        try:
-            return self._one(key)
-        except Exception as error:
-            self.errors[here.position] = error
+        return sample
 
 
 class IterableFetcher:
@@ -127,13 +119,12 @@ class IterableFetcher:
 
     _pause: Callable[[], object] | None = None
 
-    def __init__(self, dataset: Any, spec: WorkerSpec, run: RunCoroutine, iterator: Any = None) -> None:
+    def __init__(self, dataset: Any, spec: WorkerSpec, iterator: Any = None) -> None:
         self.iterator = iter(dataset) if iterator is None else iterator
         self.ended = False
         self.is_unread = True
         self.errors: dict[int, Exception] = {}
         self._spec = spec
-        self._run = run
 
     def pause_with(self, pause: Callable[[], object]) -> None:
         """Have this called after each sample."""
@@ -148,8 +139,7 @@ class IterableFetcher:
         auto_collation, tolerates = spec.auto_collation, spec.tolerates
         for here.position, _ in enumerate(keys if auto_collation else (None,)):
             try:
-                sample = next(self.iterator)
-                samples.append(_settled([sample], self._run)[0] if tolerates else sample)
+                samples.append(next(self.iterator))
                 if self._pause is not None:
                     self._pause()
             except StopIteration:
@@ -164,7 +154,7 @@ class IterableFetcher:
             here.position = sample_context.BATCH
         if not samples or (auto_collation and spec.drop_last and len(samples) < len(keys)):
             raise EndOfData
-        return samples if self.errors else _settled(samples, self._run)
+        return samples
 
 
 def is_over(iterator: Any) -> bool:
@@ -172,26 +162,6 @@ def is_over(iterator: Any) -> bool:
     if inspect.isasyncgen(iterator):
         return iterator.ag_frame is None
     return inspect.isgenerator(iterator) and iterator.gi_frame is None
-
-
-_NEVER_AWAITED = frozenset({int, float, str, bytes, tuple, list, dict, np.ndarray, torch.Tensor})
-
-
-def _settled(samples: Any, run: RunCoroutine) -> Any:
-    """Return the samples; those that are still to be awaited, awaited."""
-    if type(samples) is not list and hasattr(type(samples), "__await__"):
-        samples = run(settle(samples))
-    if type(samples) is list:
-        # Looked at type by type: most batches have one, and a look at each of a thousand samples would take as long as
-        # fetching them.
-        for kind in set(map(type, samples)):
-            if kind not in _NEVER_AWAITED and hasattr(kind, "__await__"):
-                return run(_gather(samples))
-    return samples
-
-
-async def _gather(samples: list[Any]) -> list[Any]:
-    return await asyncio.gather(*map(settle, samples))
 
 
 async def settle(sample: Any) -> Any:
@@ -203,6 +173,27 @@ async def settle(sample: Any) -> Any:
     if type(sample) is dict:
         return dict(zip(sample, await asyncio.gather(*map(settle, sample.values())), strict=True))
     return sample
+
+
+def discard(sample: Any) -> None:
+    """Let go of a sample that nobody wants, and may still have to be awaited."""
+    if inspect.iscoroutine(sample):
+        sample.close()
+    elif isinstance(sample, asyncio.Future):
+        sample.cancel()
+
+
+def refuse_awaitables(samples: Any, dataset: Any) -> None:
+    """Refuse samples that have to be awaited, of a dataset that nobody could know to be async.
+
+    Raises:
+        TypeError: if there is one.
+    """
+    each = samples if type(samples) is list else [samples]
+    if any(hasattr(kind, "__await__") for kind in set(map(type, each))):
+        for sample in each:
+            discard(sample)
+        raise TypeError(_NOT_ASYNC.format(type(dataset).__qualname__))
 
 
 Fetcher: TypeAlias = MapFetcher | IterableFetcher
@@ -220,11 +211,11 @@ def fetch_and_drop(fetch: Fetcher, keys: Any) -> bool:
     return True
 
 
-def make_fetcher(dataset: Any, spec: WorkerSpec, run: RunCoroutine = asyncio.run, iterator: Any = None) -> Fetcher:
+def make_fetcher(dataset: Any, spec: WorkerSpec, iterator: Any = None) -> Fetcher:
     """Return the fetcher for a dataset; for an iterable one with this iterator, if there is one already.
 
     The samples are to be collated with the ``collate_fn`` of the spec.
     """
     if spec.is_iterable:
-        return IterableFetcher(dataset, spec, run, iterator)
-    return MapFetcher(dataset, spec, run)
+        return IterableFetcher(dataset, spec, iterator)
+    return MapFetcher(dataset, spec)

@@ -1,9 +1,4 @@
-"""Descriptors that a forked worker has from the trainer: the sockets of servers, and files.
-
-A connection ends for its other end when the last process that has it closes it. So a client of a server in the trainer
-would wait for as long as the workers live, and a server that was closed would seem to listen. Which sockets are a
-dataset's cannot be known; but one that listens is not, nor is a connection that came in through one that listens: it
-has the same address. Connections that the trainer has made itself are left alone.
+"""Files that a forked worker has from the trainer, each with an offset of its own.
 
 A file that the dataset has opened has one offset in the kernel, which the trainer and all forked workers share: the
 worker that seeks moves it for the worker that is about to read, and samples are wrong without an error. So a worker
@@ -18,21 +13,17 @@ import contextlib
 import fcntl
 import logging
 import os
-import socket
 import stat
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cmp_to_key, partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 log = logging.getLogger("asyncloader")
 
 _FOLDER = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 _O_PATH = getattr(os, "O_PATH", 0)
 _SYS_KCMP = {"x86_64": 312, "aarch64": 272}
-
-_Stream: TypeAlias = tuple[int, Hashable, bool]
-"""A socket: its descriptor, its address at this end (None if it has none), and whether it listens."""
 
 
 class OpenFile(NamedTuple):
@@ -47,25 +38,6 @@ class OpenFile(NamedTuple):
     fds: tuple[int, ...]
     flags: int
     offset: int
-
-
-def leave_servers() -> None:
-    """Let go of sockets that listen, and of connections that came in through them.
-
-    Their numbers stay taken, by ``/dev/null``: whoever has them in this process may still close them, and must not
-    close what has got the same number since.
-    """
-    streams = _streams()
-    servers = {address for _, address, listens in streams if listens} - {None}
-    left = [fd for fd, address, listens in streams if listens or address in servers]
-    if not left:
-        return
-    null = os.open(os.devnull, os.O_RDWR)
-    try:
-        for fd in left:
-            os.dup2(null, fd, inheritable=False)
-    finally:
-        os.close(null)
 
 
 def files_to_reopen() -> list[OpenFile]:
@@ -142,27 +114,3 @@ def _inherited() -> Iterator[tuple[int, os.stat_result]]:
         with contextlib.suppress(OSError):  # the descriptor of the folder itself
             fd = int(name)
             yield fd, os.fstat(fd)
-
-
-def _streams() -> list[_Stream]:
-    streams = []
-    for fd, status in _inherited():
-        with contextlib.suppress(OSError):  # one that is no socket after all
-            if stat.S_ISSOCK(status.st_mode) and (stream := _look_at(fd)) is not None:
-                streams.append(stream)
-    return streams
-
-
-def _look_at(fd: int) -> _Stream | None:
-    sock = socket.socket(fileno=fd)
-    try:
-        if sock.type != socket.SOCK_STREAM:
-            return None
-        address: Hashable = None
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            address = sock.getsockname()[1]  # the port: a server on all interfaces is found by any of their addresses
-        elif sock.family == socket.AF_UNIX:
-            address = sock.getsockname() or None
-        return fd, address, bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    finally:
-        sock.detach()

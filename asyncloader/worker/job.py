@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
 from asyncloader.messages.failure import BadSample
-from asyncloader.seeding.sample_context import BATCH
 
 
 class NoGoodSample(Exception):
@@ -22,50 +22,52 @@ class NoGoodSample(Exception):
 
 
 class Job:
-    """A ticket in work, from its first sample to its outcome.
+    """A ticket in work whose samples overlap, from its first sample to its outcome.
 
     Attributes:
         ticket: Number of the ticket, for whole batches that of the batch: seeds are made of it.
-        keys: As the sampler gave them.
-        first: Number of its first sample in the epoch, where samples are known by that; otherwise None.
-        count: How many samples there are.
         waited_s: How long an idle worker had waited for the ticket.
         began: When its first sample was asked for; on `time.perf_counter`, seconds.
+        count: How many samples there are.
         fetched: When its samples were there; 0.0 if they never were.
-        samples: The samples by position, with None for those that are missing or bad; or a `Whole`.
-        errors: The tolerated exceptions of samples, by position.
-        fatal: The exception that stands for the batch, if there is one.
-        fatal_at: The position of the sample that raised it; `BATCH` if it was no single sample.
         bad: The samples that raised, and were left out or replaced.
         snapshot: State of the dataset when the last sample had been read, or None.
-        started: How many overlapping samples have been asked for.
-        missing: How many overlapping samples are not here yet.
-        pending: The positions of samples in flight, each with its task; `BATCH` for all samples in one call.
+        keys: As the sampler gave them.
+        first: Number of its first sample in the epoch, where samples are known by that; otherwise None.
+        samples: The samples by position, with None for those that are missing or bad; or a `Whole`.
+        errors: The exceptions of samples, by position.
+        fatal_at: The position of the first of them that stands for the batch; `BATCH` if it was no single sample.
+        started: How many samples have been asked for.
+        pending: The positions of samples that are wanted and on their way, each with its task; `BATCH` for all samples
+            in one call. What comes of other positions is dropped.
         is_last: The data of a stream have ended within this job: it has fewer samples than were asked for.
-        is_over: The job is finished or was dropped. Samples that still come are dropped.
     """
 
-    first: int | None = None
+    waited_s = 0.0
+    count = 0
     fetched = 0.0
-    fatal: BaseException | None = None
-    fatal_at = BATCH
     bad: Sequence[BadSample] = ()
     snapshot: Any = None
+    keys: Any = None
+    first: int | None = None
+    fatal_at = sys.maxsize
     started = 0
-    is_last = is_over = False
+    is_last = False
+    samples: Any
+    errors: dict[int, BaseException]
+    pending: dict[int, asyncio.Task[None] | None]
 
-    def __init__(self, ticket: int, keys: Any = None, count: int = 0, waited_s: float = 0.0) -> None:
+    def __init__(self, ticket: int) -> None:
         self.ticket = ticket
-        self.keys = keys
-        self.count = self.missing = count
-        self.waited_s = waited_s
         self.began = perf_counter()
-        self.samples: Any = [None] * count
-        self.errors: dict[int, Exception] = {}
-        self.pending: dict[int, asyncio.Task[None] | None] = {}
+
+    @property
+    def is_here(self) -> bool:
+        """Whether no sample is missing that is still wanted."""
+        return self.started == self.count and not self.pending
 
 
-def mend(samples: list[Any], errors: dict[int, Exception], *, leave_out: bool) -> list[Any]:
+def mend(samples: list[Any], errors: dict[int, Any], *, leave_out: bool) -> list[Any]:
     """Return the samples in order, without the bad ones or with others in their places.
 
     Which good sample takes a place depends on the place alone, so that a batch that is made again is the same.

@@ -86,11 +86,12 @@ class Overlap:
 
     def add(self, ticket: int, keys: Any, waited_s: float = 0.0) -> None:
         """Take another ticket, for which an idle worker had waited so long."""
-        first = None
+        job = Job(ticket)
+        job.waited_s = waited_s
         if type(keys) is Placed:
-            keys, first = keys
-        job = Job(ticket, keys, len(keys) if self._auto_collation else 1, waited_s)
-        job.first = first
+            keys, job.first = keys
+        job.keys, job.count = keys, len(keys) if self._auto_collation else 1
+        job.samples, job.errors, job.pending = [None] * job.count, {}, {}
         self._jobs[ticket] = job
         if job.count:
             self._waiting.append(job)
@@ -124,9 +125,11 @@ class Overlap:
         job = self._jobs.get(ticket)
         if job is None:
             return ""
-        words = f"{job.missing} of the {job.count} samples of the batch are not here yet.\n"
-        if job.started < job.count:
-            words += f"{job.count - job.started} of them were not asked for: all slots are taken by earlier samples.\n"
+        left = job.count - job.started
+        missing = job.count if BATCH in job.pending else left + len(job.pending)
+        words = f"{missing} of the {job.count} samples of the batch are not here yet.\n"
+        if left:
+            words += f"{left} of them were not asked for: all slots are taken by earlier samples.\n"
         stacks = [stack for task in tuple(job.pending.values()) if task is not None and (stack := task_stack(task))]
         return words + "".join(f"A sample is at:\n{stack}" for stack in list(dict.fromkeys(stacks))[:_TASKS_SHOWN])
 
@@ -140,17 +143,22 @@ class Overlap:
         return task
 
     def _take(self, job: Job, position: int, sample: Any, error: BaseException | None = None) -> None:
-        """Take what has become of a sample. Its slot is free again."""
+        """Take what has become of a sample, or of all of them. Its slot is free again."""
         job.pending.pop(position, None)
         self._free += 1
-        job.missing -= 1
         if error is None:
-            job.samples[position] = sample
-        elif self._tolerates(error):
-            job.errors[position] = error  # type: ignore[assignment]
+            if position == BATCH:
+                job.samples = sample
+            else:
+                job.samples[position] = sample
+        elif self._run.ends(error):
+            self._run.stop(error)
+            return
+        elif position != BATCH and self._tolerates(error):
+            job.errors[position] = error
         else:
             self._cost(job, position, error)
-        if not job.missing or (job.fatal is not None and self._is_decided(job, job.fatal)):
+        if job.is_here:
             self._conclude(job)
         else:
             self._fill()
@@ -159,41 +167,34 @@ class Overlap:
         return self._run.spec.tolerates and isinstance(error, Exception)
 
     def _cost(self, job: Job, position: int, error: BaseException) -> None:
-        """Note a sample that costs the batch: later ones are not asked for any more."""
-        self._note_fatal(job, position, error)
+        """Note an error that costs the batch: only samples before it are wanted yet, which may have raised as well."""
+        job.errors[position] = error
+        job.fatal_at = min(job.fatal_at, position)
+        self._leave_rest(job, position)
+
+    def _leave_rest(self, job: Job, position: int) -> None:
         if job.started < job.count:
             self._waiting.remove(job)
             job.started = job.count
-
-    def _note_fatal(self, job: Job, position: int, error: BaseException) -> None:
-        if job.fatal is None or position < job.fatal_at or self._run.ends(error):
-            job.fatal_at = position  # before the error: threads that see that look at the position
-            job.fatal = error
-
-    def _is_decided(self, job: Job, fatal: BaseException) -> bool:
-        """Whether it is known what costs the batch: no sample before that is still on its way."""
-        return self._run.ends(fatal) or all(other > job.fatal_at for other in job.pending)
+        self._cancel(job, position)
 
     def _conclude(self, job: Job) -> None:
         """Finish a job. The next samples are asked for first: they are on their way while the batch is collated."""
         del self._jobs[job.ticket]
-        if job.started < job.count:
-            self._waiting.remove(job)
-        self._cancel(job)
         self._fill()
         self._run.finished(job)
 
-    def _cancel(self, job: Job) -> None:
-        """Cancel what is in flight of a job. A slot is free again when its task has ended, not before."""
-        job.is_over = True
-        for position, task in job.pending.items():
-            if task is not None:
+    def _cancel(self, job: Job, after: int = BATCH - 1) -> None:
+        """Cancel what is in flight of a job after a position. A slot is free again when its task has ended, not before.
+
+        The error of a task that was cancelled before its first step refers to the frame that has the job: a job that
+        referred to the task would keep both, and the dataset.
+        """
+        for position in [position for position in job.pending if position > after]:
+            if (task := job.pending.pop(position)) is not None:
                 task.cancel()
                 self._cancelled.add(task)
                 task.add_done_callback(partial(self._on_cancelled, job.count if position == BATCH else 1))
-        # The error of a task that was cancelled before its first step refers to the frame that has the job: a job that
-        # referred to the task would keep both, and the dataset.
-        job.pending.clear()
 
     def _on_cancelled(self, slots: int, task: asyncio.Task[None]) -> None:
         self._cancelled.discard(task)
@@ -239,7 +240,8 @@ class TaskFetcher(Overlap):
             if not job.started:
                 job.began = perf_counter()
                 if self._whole.is_in_memory and (rows := self._whole.find(job.keys)) is not None:
-                    job.samples, job.missing = rows, 0
+                    job.samples = rows
+                    self._waiting.popleft()
                     self._conclude(job)
                     continue
             if self._get_samples is not None:
@@ -299,10 +301,10 @@ class TaskFetcher(Overlap):
                     sample = await self._sample(job, position)
             except BaseException as raised:
                 error = raised
-            if job.is_over or not switch.is_void(watch if draws is None else draws.watch):
+            if position not in job.pending or not switch.is_void(watch if draws is None else draws.watch):
                 break  # otherwise once more: it drew before anything was seeded for it
         try:
-            if not job.is_over:
+            if position in job.pending:
                 self._take(job, position, sample, error)
             elif isinstance(error, asyncio.CancelledError):  # ours, not to be swallowed; others are for nobody any more
                 raise error
@@ -310,20 +312,14 @@ class TaskFetcher(Overlap):
             del job, sample, error  # a traceback refers to this frame
 
     def _take(self, job: Job, position: int, sample: Any, error: BaseException | None = None) -> None:
-        if position != BATCH:
-            super()._take(job, position, sample, error)
-            return
-        del job.pending[BATCH]
-        if error is not None and self._tolerates(error) and has_samples(self._dataset):
-            for single in range(job.count):  # one by one, to find out which are good
-                if not job.is_over:
+        if position == BATCH:
+            if error is not None and self._tolerates(error) and has_samples(self._dataset):
+                del job.pending[BATCH]
+                for single in range(job.count):  # one by one, to find out which are good
                     self._start(job, single)
-            self._fill()
-            return
-        self._free += job.count
-        job.missing = 0
-        if error is None:
-            job.samples = self._whole.ready(sample, job.keys)
-        else:
-            job.fatal = error
-        self._conclude(job)
+                self._fill()
+                return
+            self._free += job.count - 1
+            if error is None:
+                sample = self._whole.ready(sample, job.keys)
+        super()._take(job, position, sample, error)

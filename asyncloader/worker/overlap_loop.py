@@ -14,6 +14,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from asyncloader.messages.failure import RemoteError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.protocols import is_resource, members
 from asyncloader.seeding.sample_context import begin_task, tell_tasks_apart
@@ -56,7 +57,6 @@ class OverlapLoop(TicketLoop):
         self._over: asyncio.Future[None]  # done when told to end, or when it cannot go on
         self._overlap: Overlap | None = None
         self._is_open = False
-        self._collating: set[asyncio.Task[None]] = set()
 
     def run(self) -> None:
         """Answer tickets until END, on a loop of its own."""
@@ -114,16 +114,11 @@ class OverlapLoop(TicketLoop):
 
     def _begin(self) -> None:
         super()._begin()
-        if self._is_open:
-            self._leave_last_run()
-            self._maker.begin(self._epoch, self._open_overlap)
-
-    def _leave_last_run(self) -> None:
-        """Have nothing of it finished from now on, also if this run cannot begin: it would be told as of this one."""
         if self._overlap is not None:
+            # Nothing of the last run is finished from now on, also if this run cannot begin: it would be told as of it.
             self._overlap.leave()
-        for task in self._collating:
-            task.cancel()
+        if self._is_open:
+            self._maker.begin(self._epoch, self._open_overlap)
 
     def _open_overlap(self, dataset: Any) -> None:
         spec, keeper = self._maker.spec, self._maker.keeper
@@ -182,28 +177,18 @@ class OverlapLoop(TicketLoop):
         """Hand tickets on, once the dataset is open."""
         while self._is_open and self._tickets:
             ticket, keys = self._tickets.popleft()
-            if self._maker.refuses(keys):
+            if self._maker.failure is not None or type(keys) is RemoteError:
                 self._transport.send_outcome([self._maker.refused(ticket, keys)])
             elif self._overlap is not None and not self._ended:
                 self._overlap.add(ticket, keys, perf_counter() - self._idle_since if self._overlap.is_idle else 0.0)
 
     def _on_exhausted(self, ticket: int) -> None:
         self._ended = True
-        self._tell_at_end(partial(self._tell_exhausted, self._overlap, ticket))
-
-    def _tell_exhausted(self, overlap: Overlap | None, ticket: int, task: asyncio.Task[None] | None = None) -> None:
-        """Tell so after batches that are still being collated: whoever is told forgets what else is in flight."""
-        if overlap is not self._overlap or not self._is_open:  # another run has begun, or none will
-            return
-        if self._collating:
-            next(iter(self._collating)).add_done_callback(partial(self._tell_exhausted, overlap, ticket))
-        else:
-            self._transport.send_outcome([self._maker.exhausted(ticket)])
+        self._tell_at_end(lambda: self._transport.send_outcome([self._maker.exhausted(ticket)]))
 
     def _on_finished(self, job: Job) -> None:
         """Make a batch of the samples; at the end of the data, if that is so."""
-        is_dying = job.fatal is not None and self._transport.ends(job.fatal)
-        if job.is_last and not is_dying:
+        if job.is_last:
             self._tell_at_end(partial(self._make_batch, job))
         else:
             self._make_batch(job)
@@ -212,42 +197,10 @@ class OverlapLoop(TicketLoop):
         """Make a batch of the samples. An exception must not reach the task that calls."""
         job.fetched = self._idle_since = perf_counter()
         try:
-            if job.fatal is not None and self._transport.ends(job.fatal):
-                self._stop(job.fatal)
-                return
             held = [self._maker.gathered(job)]
             if isinstance(self._maker.switch, DrawWatch):
                 self._maker.switch.on_batch()
-            if hasattr(type(held[0]), "__await__"):
-                name = f"{type(self._maker.spec.dataset).__name__}: batch {job.ticket}, collate"
-                task = self._loop.create_task(self._await_batch(job, held), name=name)
-                self._collating.add(task)
-                task.add_done_callback(partial(self._on_collated, held))
-            else:
-                self._transport.send_outcome(held)
-        except BaseException as error:
-            self._stop(error)
-
-    def _on_collated(self, held: list[Any], task: asyncio.Task[None]) -> None:
-        self._collating.discard(task)
-        for unbegun in held:  # it was cancelled before its first step
-            if callable(close := getattr(unbegun, "close", None)):
-                close()
-
-    async def _await_batch(self, job: Job, held: list[Any]) -> None:
-        """Await an async collate_fn, beside everything else."""
-        try:
-            try:
-                held.append(self._maker.batch(job, await self._maker.collated(job, held.pop())))
-            except BaseException as error:
-                task = asyncio.current_task()
-                is_cancelled = task is not None and task.cancelling()  # by us: nobody waits for this batch any more
-                if is_cancelled or self._transport.ends(error):
-                    raise
-                held.append(self._maker.failed(job, error))
             self._transport.send_outcome(held)
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:
             self._stop(error)
 
@@ -256,9 +209,5 @@ class OverlapLoop(TicketLoop):
     async def _drop(self) -> None:
         """Leave what is in flight, and wait until it has ended."""
         self._is_open = False
-        for task in tuple(self._collating):
-            task.cancel()
-        if self._collating:
-            await asyncio.wait(tuple(self._collating))
         if self._overlap is not None:
             await self._overlap.aclose()

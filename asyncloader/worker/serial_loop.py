@@ -5,17 +5,14 @@ WorkerTransport ── messages ──> SerialLoop ── a ticket ──> Batch
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import contextvars
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.seeding.sample_context import tell_tasks_apart
 from asyncloader.worker.batch_maker import BatchMaker
 from asyncloader.worker.transport import WorkerTransport
 
@@ -30,20 +27,14 @@ class TicketLoop:
         transport: To the parent.
         epoch: The run over the data that the first tickets belong to.
         spec: The dataset and how batches are made of it; or an exception, which then answers every ticket.
-        run: Runs a coroutine to its end, for samples that turn out to be awaitables.
     """
 
     def __init__(
-        self,
-        worker_id: int,
-        transport: WorkerTransport,
-        epoch: EpochSpec,
-        spec: WorkerSpec | Exception,
-        run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
+        self, worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception
     ) -> None:
         self._transport = transport
         self._epoch = epoch
-        self._maker = BatchMaker(worker_id, spec, transport, run)
+        self._maker = BatchMaker(worker_id, spec, transport)
         self._tickets: deque[tuple[int, Any]] = deque()
         self._ended = False  # before the tickets that come from now on
         self._idle_since = perf_counter()
@@ -64,9 +55,11 @@ class TicketLoop:
         self._ended = self._is_confirmed = False
 
     def _take_message(self, kind: int, contents: Any) -> None:
-        """Take tickets, or a new run."""
+        """Take tickets, a new run, or the answer to ENDING."""
         if kind == Kind.TICKETS:
             self._tickets.extend(contents)
+        elif kind == Kind.CONFIRM:
+            self._confirm(contents)
         elif kind == Kind.EPOCH:
             self._tickets.clear()
             self._epoch = contents
@@ -102,12 +95,7 @@ class TicketLoop:
 class SerialLoop(TicketLoop):
     """Answers tickets, one after the other."""
 
-    def __init__(
-        self, worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception
-    ) -> None:
-        super().__init__(worker_id, transport, epoch, spec, self._run_coroutine)
-        self._runner: asyncio.Runner | None = None  # for samples that turn out to be awaitables
-        self._looked_at = 0.0
+    _looked_at = 0.0
 
     def open(self) -> None:
         """Become a worker, and open the dataset. An exception answers every ticket."""
@@ -120,50 +108,29 @@ class SerialLoop(TicketLoop):
         self._maker.begin(self._epoch)
 
     def run(self) -> None:
-        """Answer tickets until END."""
-        while self._read_messages():
-            ticket, keys = self._tickets.popleft()
-            if not self._ended:
-                self._answer(ticket, keys)
-                self._idle_since = perf_counter()
+        """Answer tickets until END.
 
-    def _read_messages(self) -> bool:
-        """Read what is there, wait if there is no ticket; False when told to end.
-
-        Looked at before a ticket, so that END and a new epoch do not wait behind a queue; but not more often than every
-        millisecond, for a look is a system call.
+        Messages are looked for before a ticket, so that END and a new epoch do not wait behind a queue; but not more
+        often than every millisecond, for a look is a system call.
         """
-        while not self._tickets or perf_counter() - self._looked_at > _LOOK_EVERY_S:
-            message = self._transport.receive(wait=not self._tickets)
-            self._looked_at = perf_counter()
-            if message is None:
-                return True
-            kind, contents = message
-            if kind == Kind.END:
-                return False
-            if kind == Kind.CONFIRM:
-                self._confirm(contents)
-            else:
+        transport, maker, tickets = self._transport, self._maker, self._tickets
+        while True:
+            while not tickets or perf_counter() - self._looked_at > _LOOK_EVERY_S:
+                message = transport.receive(wait=not tickets)
+                self._looked_at = perf_counter()
+                if message is None:
+                    break
+                kind, contents = message
+                if kind == Kind.END:
+                    return
                 self._take_message(kind, contents)
-        return True
-
-    def _answer(self, ticket: int, keys: Any) -> None:
-        held = [self._maker.answer(ticket, keys, perf_counter() - self._idle_since)]
-        self._ended = held[0].kind == Kind.EXHAUSTED
-        if self._ended or self._maker.has_ended:
-            self._tell_at_end(partial(self._transport.send_outcome, held))
-        else:
-            self._transport.send_outcome(held)
-
-    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-            tell_tasks_apart(self._runner.get_loop())
-        # Otherwise the runner's own context, of its first run: `sample_rng` would be that of the sample then.
-        return self._runner.run(coroutine, context=contextvars.copy_context())
-
-    def close(self) -> None:
-        """Let the dataset, its iterator and what they hold run their own cleanup."""
-        super().close()
-        if self._runner is not None:
-            self._runner.close()
+            ticket, keys = tickets.popleft()
+            if self._ended:
+                continue
+            held = [maker.answer(ticket, keys, perf_counter() - self._idle_since)]
+            self._ended = held[0].kind == Kind.EXHAUSTED
+            if self._ended or maker.has_ended:
+                self._tell_at_end(partial(transport.send_outcome, held))
+            else:
+                transport.send_outcome(held)
+            self._idle_since = perf_counter()

@@ -19,7 +19,7 @@ from torch.utils.data import ChainDataset
 from asyncloader.messages.snapshot import Keeper
 from asyncloader.protocols import is_async
 from asyncloader.seeding import sample_context
-from asyncloader.worker.fetch import is_over, settle
+from asyncloader.worker.fetch import discard, is_over, settle
 from asyncloader.worker.job import Job
 from asyncloader.worker.overlap import Overlap, OverlapRun
 from asyncloader.worker.stacks import generator_stack, task_stack
@@ -103,7 +103,7 @@ class Stream(Overlap):
         if runs_on and self._is_unread and self._keeper is not None and self._keeper.is_put_back:
             with contextlib.suppress(Exception):  # see `BatchMaker`: otherwise the next run would begin there
                 iterator, is_async = self._iterator, self._is_async
-                _discard(await asyncio.wait_for(anext(iterator), _PATIENCE_S) if is_async else next(iterator))
+                discard(await asyncio.wait_for(anext(iterator), _PATIENCE_S) if is_async else next(iterator))
         if (close := getattr(self._iterator, "aclose", None)) is not None:
             await close()
         self._iterator = None  # a plain one ends with its last reference
@@ -142,7 +142,7 @@ class Stream(Overlap):
             try:
                 sample = await self._next(job)
             except BaseException as error:  # it was raised in its time
-                if job.is_over or self._run.ends(error):
+                if job.ticket not in self._jobs or self._run.ends(error):
                     raise
                 if self._costs_batch(error):
                     return
@@ -150,7 +150,7 @@ class Stream(Overlap):
             if sample is _END:
                 self._end(job)  # not asked again: some iterators would begin anew
                 return
-            _discard(sample)
+            discard(sample)
 
     def _costs_batch(self, error: BaseException) -> bool:
         """Whether a batch ends where the iterator raised this; otherwise it goes on with the next sample."""
@@ -164,7 +164,7 @@ class Stream(Overlap):
         try:
             sample = await self._next(job)
         except BaseException as error:
-            if job.is_over:
+            if job.ticket not in self._jobs:
                 raise
             self._fail(job, position, error)
             return
@@ -188,15 +188,15 @@ class Stream(Overlap):
             self._is_awaited, self._is_unread = self._is_async, False
             sample = await anext(self._iterator) if self._is_async else next(self._iterator)
         except BaseException as error:
-            if job.is_over:
+            if job.ticket not in self._jobs:
                 raise asyncio.CancelledError from None
             if isinstance(error, self._ends_with):
                 return _END
             raise
         finally:
             self._is_awaited = False
-        if job.is_over:
-            _discard(sample)
+        if job.ticket not in self._jobs:
+            discard(sample)
             raise asyncio.CancelledError
         return sample
 
@@ -218,25 +218,24 @@ class Stream(Overlap):
         try:
             sample = await settle(sample)
         except BaseException as raised:
-            if job.is_over and isinstance(raised, asyncio.CancelledError):
+            if position not in job.pending and isinstance(raised, asyncio.CancelledError):
                 raise
             error = raised
-        if not job.is_over:
+        if position in job.pending:
             try:
                 self._take(job, position, sample, error)
             finally:
                 del job, sample, error  # a traceback refers to this frame
 
-    def _cost(self, job: Job, position: int, error: BaseException) -> None:
-        self._note_fatal(job, position, error)  # the other samples are asked for all the same
-
-    def _is_decided(self, job: Job, fatal: BaseException) -> bool:
-        return self._run.ends(fatal)
+    def _leave_rest(self, job: Job, position: int) -> None:
+        """The other samples are asked for, and waited for, all the same."""
 
     def _fail(self, job: Job, position: int, error: BaseException) -> None:
         """The iterator raised. If it can go on, this cost a sample; otherwise, or if none may be bad, the batch."""
-        if self._costs_batch(error):
-            self._note_fatal(job, position, error)
+        if self._run.ends(error):
+            self._run.stop(error)
+        elif self._costs_batch(error):
+            self._cost(job, position, error)
             self._cut(job, position)
         else:
             self._advance(job)
@@ -262,12 +261,11 @@ class Stream(Overlap):
 
     def _cut(self, job: Job, count: int) -> None:
         """Make do with fewer samples than there are keys."""
-        job.missing -= job.count - count
         job.count = count
         del job.samples[count:]
         self._waiting.popleft()
         self._keep(job)
-        if not job.missing or (job.fatal is not None and self._is_decided(job, job.fatal)):
+        if job.is_here:
             self._conclude(job)
 
     def _conclude(self, job: Job) -> None:
@@ -297,14 +295,6 @@ async def _chain(datasets: Iterable[Any]) -> AsyncIterator[Any]:
         else:
             for sample in iterator:
                 yield sample
-
-
-def _discard(sample: Any) -> None:
-    """Let go of a sample that nobody wants, and may still have to be awaited."""
-    if inspect.iscoroutine(sample):
-        sample.close()
-    elif isinstance(sample, asyncio.Future):
-        sample.cancel()
 
 
 def _close(sample: Any, task: asyncio.Task[None]) -> None:

@@ -24,10 +24,10 @@ from typing import Any
 
 from asyncloader import threads
 from asyncloader.messages.modes import Modes
-from asyncloader.seeding.sample_context import enter
+from asyncloader.seeding.sample_context import BATCH, enter
 from asyncloader.seeding.switch import DrawWatch
 from asyncloader.stack_text import stack_of
-from asyncloader.worker.fetch import settle
+from asyncloader.worker.fetch import refuse_awaitables
 from asyncloader.worker.job import Job
 from asyncloader.worker.overlap import OverlapRun, TaskFetcher
 
@@ -43,7 +43,7 @@ class ThreadFetcher(TaskFetcher):
         self._samples: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()  # None ends a thread
         self._done: deque[tuple[Job, int, Any, BaseException | None]] = deque()
         self._is_told = False  # the loop will look at what is done
-        self._at: dict[int, Job] = {}  # by thread, what it is at
+        self._at: dict[int, int] = {}  # by thread, the ticket that it is at
         self._threads: list[threading.Thread] = []
         self._num_running = 0
         self._thread_ended = asyncio.Event()
@@ -73,8 +73,8 @@ class ThreadFetcher(TaskFetcher):
         """Tell where the threads are that have samples of a job."""
         words = super().where(ticket)
         frames = sys._current_frames()
-        for ident, job in tuple(self._at.items()):
-            if job.ticket == ticket and not job.is_over and ident in frames:
+        for ident, at in tuple(self._at.items()):
+            if words and at == ticket and ident in frames:
                 words += f"A sample is at:\n{stack_of(frames[ident])}"
         return words
 
@@ -96,8 +96,10 @@ class ThreadFetcher(TaskFetcher):
             f"Samples are fetched on up to {self._most} threads (concurrency=), and the system allows not even one: "
             "see `ulimit -u` and, in containers, the limit of processes (pids.max)."
         )
+        self._waiting.clear()
         for job in tuple(self._jobs.values()):
-            job.fatal = error
+            job.pending.clear()
+            job.errors, job.fatal_at = {BATCH: error}, BATCH
             self._conclude(job)
 
     def _start(self, job: Job, position: int) -> None:
@@ -109,7 +111,7 @@ class ThreadFetcher(TaskFetcher):
         self._is_told = False  # whoever is done with a sample from now on tells again
         while self._done:
             job, position, sample, error = self._done.popleft()
-            if not job.is_over:
+            if position in job.pending:
                 self._take(job, position, sample, error)
             del job, sample, error
 
@@ -124,7 +126,7 @@ class ThreadFetcher(TaskFetcher):
         try:
             with self._modes.active():
                 while (work := self._samples.get()) is not None:
-                    self._at[ident] = work[0]
+                    self._at[ident] = work[0].ticket
                     self._get_here(*work)
                     del self._at[ident], work
         except BaseException as error:  # what samples raise is told with them
@@ -132,7 +134,7 @@ class ThreadFetcher(TaskFetcher):
         self._tell(self._on_thread_end)
 
     def _get_here(self, job: Job, position: int) -> None:
-        if job.is_over or (job.fatal is not None and position > job.fatal_at):
+        if position not in job.pending:  # not wanted any more
             return
         enter(self._run.seeder, job.ticket, position, job.first)
         watch = self._run.switch
@@ -143,8 +145,7 @@ class ThreadFetcher(TaskFetcher):
         error: BaseException | None = None
         try:
             sample = self._ask(job, position)
-            if hasattr(type(sample), "__await__"):  # of a dataset that nobody could know to be async
-                sample = asyncio.run_coroutine_threadsafe(settle(sample), self._loop.loop).result()
+            refuse_awaitables([sample] if position >= 0 else sample, self._dataset)
         except BaseException as raised:
             error = raised
         if before is not None and isinstance(watch, DrawWatch):

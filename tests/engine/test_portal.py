@@ -111,25 +111,6 @@ def test_a_call_after_the_last_turn_of_the_loop_is_told_that_it_is_over(monkeypa
         too_late.result(5)
 
 
-def test_a_coroutine_that_a_loop_is_given_as_it_ends_is_told_that_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its last turns, in which the coroutine begins and does not end, and between these and its end."""
-    late: list[Future[None]] = []
-
-    def run_forever(loop: asyncio.AbstractEventLoop) -> None:
-        loops.run_forever(loop)
-        late.append(portal.run(asyncio.sleep(1000)))
-
-    monkeypatch.setattr("asyncloader.engine.portal.run_forever", run_forever)
-    portal = Portal()
-    portal.close()
-    assert len(late) == 2
-    for each in late:
-        with pytest.raises(LoaderClosedError, match="exiting"):
-            each.result(5)
-    with pytest.raises(LoaderClosedError, match="exiting"):
-        portal.run(asyncio.sleep(0))
-
-
 def _interrupted_where_a_lock_is_taken(call: Callable[[], object]) -> int:
     """Raise KeyboardInterrupt where the function that takes a future's lock returns; return how often that was."""
     count = 0

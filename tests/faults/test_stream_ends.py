@@ -18,7 +18,6 @@ from asyncloader.worker.serial_loop import TicketLoop
 from tests import inside
 from tests.faults.test_deaths import DEATHS
 from tests.faults.test_stream_deaths import (
-    LENGTH,
     Declared,
     OfIterator,
     Samples,
@@ -211,17 +210,6 @@ def test_a_run_that_is_left_says_nothing_to_the_next(answer: str, folder: Path) 
     assert [plain(batch) for batch in loader] == expected
     assert [plain(batch) for batch in loader] == expected
     loader.close()
-
-
-def test_the_end_is_told_after_batches_that_are_being_collated(folder: Path) -> None:
-    """An async collate_fn that is slowest for the last batch."""
-
-    async def collate(samples: list[int]) -> list[int]:
-        await asyncio.sleep(0.05 if samples[-1] + 12 > LENGTH else 0)
-        return samples
-
-    expected = undisturbed(Declared, folder)
-    assert [plain(batch) for batch in make_loader(Declared, folder, collate_fn=collate)] == expected
 
 
 class Numbered(IterableDataset[int]):

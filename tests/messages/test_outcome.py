@@ -51,7 +51,7 @@ def decode(payload: memoryview) -> tuple[Any, int]:
 
 def sent(outcome: Outcome, payload: bytes = b"") -> Any:
     """Return an outcome as it arrives."""
-    kind, parts = pack(outcome, [payload] if payload else [])
+    kind, parts = pack(outcome, [payload] if payload else [], outcome.record.encode_s)
     return unpack(kind, memoryview(b"".join(parts)), decode)
 
 

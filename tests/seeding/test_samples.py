@@ -239,24 +239,6 @@ def test_samples_of_several_datasets() -> None:
     assert_reproducible(lambda: StackDataset(Drawing(), Together()), num_workers=(0, 2), scheduling=["static"])
 
 
-def test_samples_that_turn_out_to_be_awaitables() -> None:
-    """A wrapper whose dataset nobody could know to be async is awaited sample by sample."""
-
-    class Wrapper(Dataset[Any]):
-        def __len__(self) -> int:
-            return LENGTH
-
-        def __getitem__(self, index: int) -> Any:
-            return self.drawn(index)
-
-        async def drawn(self, index: int) -> Any:
-            await asyncio.sleep(0)
-            return (index, *draw())
-
-    expected = samples(Wrapper(), batch_size=1, num_workers=1)
-    assert samples(Wrapper(), batch_size=5, num_workers=2) == expected
-
-
 def test_transforms_after_a_cache_draw_the_same_whether_it_had_the_sample() -> None:
     """What the sample drew when it was made does not matter."""
 

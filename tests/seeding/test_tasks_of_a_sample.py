@@ -62,13 +62,6 @@ class Coroutines(Parted):
         return await self.parts()
 
 
-class Awaitables(Parted):
-    """A plain dataset whose samples turn out to be awaitables."""
-
-    def __getitem__(self, index: int) -> Any:
-        return self.parts()
-
-
 def read(dataset: Any, num_workers: int) -> torch.Tensor:
     """Read an epoch with one seed."""
     torch.manual_seed(11)
@@ -76,15 +69,14 @@ def read(dataset: Any, num_workers: int) -> torch.Tensor:
 
 
 @pytest.mark.leaks("the portal's loop keeps the threads of asyncio.to_thread for the next time")
-@pytest.mark.parametrize("kind", [Coroutines, Awaitables])
 @pytest.mark.parametrize("on_threads", [False, True], ids=["on the loop", "on threads"])
 @pytest.mark.parametrize("draw", [in_a_block, from_its_own])
 def test_it_does_not_matter_which_task_waits_longer(
-    kind: type[Parted], draw: Any, on_threads: bool, caplog: pytest.LogCaptureFixture
+    draw: Any, on_threads: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without workers and with them; and no two draws are alike."""
     epochs = [
-        read(kind(draw, slow, on_threads=on_threads, nested=True), num_workers)
+        read(Coroutines(draw, slow, on_threads=on_threads, nested=True), num_workers)
         for num_workers, slow in [(0, 0), (0, 2), (2, 1)]
     ]
     assert torch.equal(epochs[0], epochs[1])

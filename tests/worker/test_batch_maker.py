@@ -387,8 +387,8 @@ def test_worker_init_fn_or_the_dataset_raises() -> None:
 
 def gathered(samples: list[Any], errors: dict[int, Exception] | None = None) -> Job:
     """Return a ticket whose samples are here."""
-    job = Job(3, list(range(100, 100 + len(samples))), len(samples))
-    job.samples, job.errors = samples, errors or {}
+    job = Job(3)
+    job.keys, job.samples, job.errors = list(range(100, 100 + len(samples))), samples, dict(errors or {})
     return job
 
 
@@ -401,7 +401,7 @@ def test_gathered_samples_are_dealt_with_alike(on_error: str) -> None:
         fetched = fetching.answer(3, [100, 101, 102])
         job = gathered([None if position in bad else (100 + position) * 10 for position in range(3)], dict(errors))
         if on_error == "raise" and bad:  # as what overlaps them notes it
-            job.fatal_at, job.fatal = min(job.errors.items())
+            job.fatal_at = min(job.errors)
         outcome = make_maker(Plain(), on_error=on_error).gathered(job)
         assert outcome.kind == fetched.kind
         assert told(outcome) == told(fetched)
@@ -414,21 +414,7 @@ def test_gathered_samples_are_dealt_with_alike(on_error: str) -> None:
 def test_what_no_batch_can_be_made_after() -> None:
     """It costs the batch, whatever the samples are, and the ticket refers to it no more."""
     error = OSError()
-    job = gathered([1, 2], {1: KeyError()})
-    job.fatal = error
+    job = gathered([1, 2], {0: error, 1: KeyError()})
+    job.fatal_at = 0
     assert error_of(make_maker(Plain(), on_error="skip").gathered(job)) is error
-    assert (job.fatal, job.errors) == (None, {})
-
-
-def test_an_async_collate_fn() -> None:
-    """Whoever has a loop awaits it, and tells what has come of it."""
-
-    async def collate(samples: list[int]) -> int:
-        return sum(samples)
-
-    maker = make_maker(Plain(), collate_fn=collate)
-    job = gathered([1, 2])
-    outcome = maker.batch(job, asyncio.run(maker.gathered(job)))
-    assert outcome.kind == Kind.BATCH
-    assert outcome.data == 3
-    assert isinstance(error_of(maker.failed(job, KeyError())), KeyError)
+    assert (job.samples, job.errors) == (None, {})

@@ -48,30 +48,32 @@ def test_the_first_error_of_a_batch_stands_for_it(kinds: list[str], on_error: An
     """Whatever comes first, and told once; but what ends the worker is told at once, and nothing after it."""
     order = data.draw(st.permutations(range(len(kinds))))
     finished: list[Job] = []
+    stopped: list[BaseException] = []
     came: list[int] = []
 
     async def run() -> None:
         spec = replace(SPEC, on_error=on_error)
-        overlap = ByHand(OverlapRun(spec, Seeder((0, 0, 0)), finished.append, is_exit, print))
+        overlap = ByHand(OverlapRun(spec, Seeder((0, 0, 0)), finished.append, is_exit, stopped.append))
         overlap.add(0, list(range(len(kinds))))
         (job,) = overlap._jobs.values()
         for position in order:
             kind = KINDS[kinds[position]]
             overlap._take(job, position, position, None if kind is None else kind(position))
             came.append(position)
-            if job.is_over:
+            if stopped or overlap.is_idle:
                 break
-        assert overlap.is_idle
 
     asyncio.run(run())
-    (job,) = finished
     costing = [at for at, kind in enumerate(kinds) if kind != "good" and (kind != "bad" or on_error == "raise")]
     if kinds[came[-1]] == "exit":
-        assert (type(job.fatal), job.fatal_at) == (SystemExit, came[-1])
-    elif costing:
-        assert (type(job.fatal), job.fatal_at) == (KINDS[kinds[costing[0]]], costing[0])
+        assert [type(error) for error in stopped] == [SystemExit]
+        assert not finished
+        return
+    (job,) = finished
+    if costing:
+        assert (type(job.errors[job.fatal_at]), job.fatal_at) == (KINDS[kinds[costing[0]]], costing[0])
         assert set(range(costing[0] + 1)) <= set(came)
     else:
-        assert job.fatal is None
+        assert job.fatal_at not in job.errors
         assert sorted(job.errors) == [at for at, kind in enumerate(kinds) if kind == "bad"]
         assert [at for at in job.samples if at is not None] == [at for at, kind in enumerate(kinds) if kind == "good"]

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import pytest
 
+from asyncloader.messages.failure import LocalError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
@@ -58,7 +59,7 @@ class Played:
 
     def capture(self, error: BaseException) -> Any:
         """As it is."""
-        return error
+        return LocalError(error, "")
 
     def collator(self, collate_fn: Callable[[Any], Any]) -> Any:
         """As it would be anyway."""
@@ -204,21 +205,12 @@ class ForbidsAnEpoch(Awaited):
 
 
 async def test_a_run_that_cannot_begin_forgets_the_tickets_of_the_last() -> None:
-    """Samples and batches in work are cancelled: they would be told as of this run. The next one begins."""
-    dataset, collating = ForbidsAnEpoch(), asyncio.Event()
-
-    async def collate(samples: list[int]) -> list[int]:
-        if samples == [1]:
-            collating.set()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        return samples
-
+    """Samples in work are cancelled: their batches would be told as of this run. The next one begins."""
+    dataset = ForbidsAnEpoch()
     one, two = (epoch._replace(epochs=(number,)) for number, epoch in enumerate(EPOCHS[1:], 1))
-    async with serving(dataset, collate_fn=collate) as (transport, _):
+    async with serving(dataset) as (transport, _):
         transport.give(tickets([1], [2]))
-        await dataset.come(1)
-        await collating.wait()
+        await until(lambda: len(dataset.asked) == 2)
         in_flight = dataset.asked[2]
         transport.give((Kind.EPOCH, one), tickets([3], [4]))
         if not in_flight.done():
@@ -230,7 +222,7 @@ async def test_a_run_that_cannot_begin_forgets_the_tickets_of_the_last() -> None
         await until(lambda: transport.sent[-1] == (Kind.BATCH, (0, [5])))
     told = [(kind, body[0]) for kind, body in transport.sent[1:]]
     assert told == [(Kind.FAILURE, 0), (Kind.FAILURE, 1), (Kind.BATCH, 0)]
-    assert sorted(dataset.asked) == [2]
+    assert sorted(dataset.asked) == [1, 2]
 
 
 async def test_a_run_that_begins_while_the_dataset_is_opened() -> None:
@@ -261,44 +253,15 @@ async def test_being_told_to_end_cancels_the_opening() -> None:
 
 
 async def test_the_end_cancels_what_is_in_flight() -> None:
-    """Samples and batches that an async collate_fn is at: all have ended before the dataset is closed."""
+    """All samples have ended before the dataset is closed."""
     dataset = Awaited()
-    seen: list[Any] = []
-
-    async def collate(samples: list[int]) -> list[int]:
-        seen.append("begun")
-        try:
-            await asyncio.Event().wait()
-        finally:
-            seen.append(dataset.is_open)
-        return samples
-
-    async with serving(dataset, collate_fn=collate) as (transport, task):
+    async with serving(dataset) as (transport, task):
         transport.give(tickets([1], [2]))
-        await dataset.come(1)
-        await until(lambda: seen == ["begun"] and 2 in dataset.asked)
+        await until(lambda: len(dataset.asked) == 2)
         transport.give(END)
         await task
     assert transport.sent == [(Kind.READY, None)]
-    assert (seen, dataset.cancelled) == (["begun", True], [2])
-
-
-async def test_a_batch_whose_collating_never_began_is_left_without_a_word() -> None:
-    """The worker is told to end in the turn of the loop that has made the coroutine: it is closed, and not lost."""
-    dataset = Awaited()
-
-    async def collated(samples: list[int]) -> list[int]:
-        return samples
-
-    def collate(samples: list[int]) -> Any:
-        transport.give(END)
-        return collated(samples)
-
-    async with serving(dataset, collate_fn=collate) as (transport, task):
-        transport.give(tickets([1]))
-        await dataset.come(1)
-        await task
-    assert transport.sent == [(Kind.READY, None)]
+    assert dataset.cancelled == [1, 2]
 
 
 async def test_where_the_samples_of_a_ticket_wait() -> None:
@@ -343,24 +306,15 @@ class Lines:
             yield number
 
 
-async def test_the_end_of_a_stream_is_told_after_batches_that_are_collated() -> None:
-    """And when the parent has confirmed that the worker lives; what is asked of it after that is for nobody."""
-    collating = asyncio.Event()
-
-    async def collate(samples: list[int]) -> list[int]:
-        if len(samples) == 1:
-            await collating.wait()
-        return samples
-
-    async with serving(Lines(), is_iterable=True, collate_fn=collate) as (transport, _):
+async def test_the_end_of_a_stream_is_told_when_the_parent_has_confirmed() -> None:
+    """That the worker lives: a shorter last batch, and that there are no more; what is asked later is for nobody."""
+    async with serving(Lines(), is_iterable=True) as (transport, _):
         transport.give(tickets([0, 0], [0, 0], [0, 0]))
         await until(lambda: len(transport.sent) == 3)
-        assert {kind for kind, _ in transport.sent[1:]} == {Kind.BATCH, Kind.ENDING}
-        transport.give((Kind.CONFIRM, 0))
         for _ in range(5):  # turns of the loop
             await asyncio.sleep(0)
-        assert len(transport.sent) == 3
-        collating.set()
+        assert [kind for kind, _ in transport.sent[1:]] == [Kind.BATCH, Kind.ENDING]
+        transport.give((Kind.CONFIRM, 0))
         await until(lambda: len(transport.sent) == 5)
     assert transport.sent[3:] == [(Kind.BATCH, (1, [2])), (Kind.EXHAUSTED, (2, None))]
 

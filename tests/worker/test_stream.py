@@ -71,11 +71,11 @@ def test_an_end_is_told_of_data_that_have_ended(
         def on_finished(job: Job) -> None:
             assert not over
             assert not told
-            if job.fatal is not None:
-                over.append("dying")
-                stream.drop()
-            else:
-                finished.append(job.samples)
+            finished.append(job.samples)
+
+        def stop(error: BaseException) -> None:
+            over.append("dying")
+            stream.drop()
 
         def on_exhausted(ticket: int) -> None:
             assert not over
@@ -89,7 +89,7 @@ def test_an_end_is_told_of_data_that_have_ended(
                 Seeder((0, 0, 0)),
                 on_finished,
                 lambda error: isinstance(error, SystemExit),
-                over.append,
+                stop,
             ),
             on_exhausted,
         )
