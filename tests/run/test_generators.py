@@ -37,7 +37,7 @@ from asyncloader.samplers import (
     MixtureSampler,
     WeightedSampler,
 )
-from tests import generators, inside
+from tests import effort, generators, inside
 from tests.run.giving import give
 
 LENGTH = 11
@@ -274,12 +274,13 @@ CASES = [
 @pytest.mark.parametrize(("how", "sampler"), CASES)
 def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(sampler: str, how: str) -> None:
     """The rest of the epoch, and the one after it: from each batch, with the sampler read ahead by whatever number."""
-    for was_inline, is_inline in WAYS[2:] if how == "in place" else WAYS[: 4 if how == "restored" else 2]:
+    ways = WAYS[2:] if how == "in place" else WAYS[: 4 if how == "restored" else 2]
+    for turn, (was_inline, is_inline) in enumerate(ways, [*SAMPLERS].index(sampler)):
         whole = Trainer(sampler, 1)
         whole.epoch(inline=was_inline)
         seeds, keys = whole.epoch(inline=was_inline)
         following = whole.epoch(inline=was_inline)
-        for done in range(len(keys) + 1):
+        for done in effort.half(range(len(keys) + 1), turn):
             # The end of the sampler is one more answer.
             is_alone = how == "not restored" or sampler not in DRAW_ON
             for ahead in {done % 2, len(keys) - done + 1} if is_alone else {0}:
@@ -322,12 +323,13 @@ def test_what_the_trainer_draws_beside_the_loader_is_accounted_for(sampler: str)
 @pytest.mark.parametrize(("how", "sampler"), [case for case in CASES if case[1] not in DRAW_ON])
 def test_what_is_drawn_between_the_beginning_and_the_first_batch(sampler: str, how: str) -> None:
     """The order is drawn at the sampler's first `next`: whatever has moved the generators before is in the state."""
-    for was_inline, is_inline in WAYS[2:] if how == "in place" else WAYS:
+    ways = WAYS[2:] if how == "in place" else WAYS
+    for turn, (was_inline, is_inline) in enumerate(ways, [*SAMPLERS].index(sampler)):
         whole = Trainer(sampler, 1)
         whole.epoch(inline=was_inline)
         seeds, keys = whole.epoch(inline=was_inline, draws_between=True)
         following = whole.epoch(inline=was_inline)
-        for done in range(len(keys) + 1):
+        for done in effort.half(range(len(keys) + 1), turn):
             trainer, state = stopped(sampler, done, done % 3, inline=was_inline, draws_between=True)
             saved = generators.save(trainer.own)
             if how != "in place":
