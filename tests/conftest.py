@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
-    # On a machine without such devices, torch.manual_seed asks each kind to remember the seed, and where it was set: three
+    # Where there are no such devices, torch.manual_seed asks each kind to remember the seed and where it was set: three
     # texts of the stack, which is deep here, are 3 ms of CPU time.
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         devices.traceback = types.SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]

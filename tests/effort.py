@@ -16,5 +16,5 @@ def examples(count: int) -> int:
 
 
 def half(places: Sequence[T], turn: int) -> Sequence[T]:
-    """Return all, or before a commit every second one, from the first on at even turns and from the second on at odd."""
+    """Return all, or before a commit every second one: from the first on at even turns, from the second on at odd."""
     return places[turn % 2 :: 2] if is_quick else places

@@ -134,6 +134,7 @@ def main() -> types.CodeType:
     """
     import torch
 
+    import asyncloader.datasets
     import asyncloader.engine.portal
     import asyncloader.loader
     import asyncloader.online

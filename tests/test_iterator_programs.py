@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler
 from asyncloader import DataLoader
 from asyncloader.errors import LoaderClosedError
 from asyncloader.wrap import LoaderWrapper
+from tests import effort
 from tests.patience import wait_until
 from tests.wrap.ahead import Ahead
 
@@ -232,7 +233,7 @@ class Program:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_programs(sampler: str, options: str, caplog: pytest.LogCaptureFixture) -> None:
     """Each batch and each state is that of the model, or a warning says that there is doubt."""
-    for _ in range(60 if options == "no workers" else 15):
+    for _ in range(effort.examples(60 if options == "no workers" else 15)):
         seed = random.SystemRandom().randrange(1 << 32)
         program = Program(seed, sampler, options)
 

@@ -140,17 +140,25 @@ PLACES = [
     pytest.param({"multiprocessing_context": "spawn", "persistent_workers": True}, id="spawn", marks=pytest.mark.slow),
     pytest.param({"worker_backend": "thread"}, id="threads"),
     pytest.param({"scheduling": "dynamic"}, id="dynamic"),
-    pytest.param(inside.renewed_after(2), id="renewed"),
+    pytest.param(inside.renewed_after(4), id="renewed"),
     pytest.param({"persistent_workers": True}, id="persistent"),
     pytest.param({"num_workers": 0}, id="none"),
 ]
+ODD = ("dynamic", "renewed", "persistent")
+"""In these an async function is awaited each night: how keys reach a worker is no matter of what is done with them."""
 
 
 @pytest.mark.parametrize(
     ("fn", "options"),
     [
         *(pytest.param(describe, *place.values, id=str(place.id), marks=place.marks) for place in PLACES),
-        *(pytest.param(awaited, *place.values, id=f"awaited, {place.id}") for place in PLACES if place.id != "spawn"),
+        *(
+            pytest.param(
+                awaited, *place.values, id=f"awaited, {place.id}", marks=[pytest.mark.slow] * (place.id in ODD)
+            )
+            for place in PLACES
+            if place.id != "spawn"
+        ),
     ],
 )
 def test_items_come_whole(fn: Any, options: dict[str, Any]) -> None:
@@ -250,14 +258,14 @@ def test_a_process_that_the_trainer_forks_holds_none_of_them() -> None:
 
 
 def test_nothing_grows() -> None:
-    """Over a thousand batches, the memory that is reserved is that of some."""
-    loader = loader_of(len, partial(buffers, 4_000, 20 * KIB), persistent_workers=True, max_buffered_bytes=0)
+    """Over hundreds of batches, the memory that is reserved is that of some."""
+    loader = loader_of(len, partial(buffers, 2_000, 20 * KIB), persistent_workers=True, max_buffered_bytes=0)
     for _ in range(2):
         iterator, most = iter(loader), []
         for number, _batch in enumerate(iterator):
-            if number % 50 == 0:
+            if number % 25 == 0:
                 most.append((len(inside.written_to_all(iterator)), slab_pool().reserved_bytes))
-        assert number == 999
+        assert number == 499
         assert max(count for count, _ in most) <= 4
         assert max(nbytes for _, nbytes in most[10:]) <= 2 * max(nbytes for _, nbytes in most[:10])
     loader.close()

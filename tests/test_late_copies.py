@@ -135,7 +135,7 @@ def nothing(_: Any) -> None:
 WAYS: list[tuple[Any, dict[str, Any]]] = [
     (resize, {}),
     (kill, {}),
-    (nothing, inside.renewed_after(4)),
+    (nothing, inside.renewed_after(8)),
     (resize, {"worker_backend": "thread"}),
 ]
 KINDS: list[Any] = [(Sampled, 0), (ShowsIt, 0), (ShowsIt, None), (InPlace, 0), (Wrapped, 0)]
@@ -244,7 +244,7 @@ def wait_for_renewals(iterator: Any, count: int) -> None:
 @pytest.mark.parametrize("kind", [Sampled, ShowsIt, InPlace])
 def test_two_iterators_of_two_epochs(kind: Any) -> None:
     """At once, and the workers of both are renewed."""
-    loader: Any = DataLoader(kind(), **inside.renewed_after(4), **PLAIN)
+    loader: Any = DataLoader(kind(), **inside.renewed_after(12), **PLAIN)
     iterators = []
     for epoch in (0, 1):
         loader.set_epoch(epoch)
@@ -253,8 +253,8 @@ def test_two_iterators_of_two_epochs(kind: Any) -> None:
     for number in range(LENGTH):
         for iterator, values in zip(iterators, seen, strict=True):
             values.append(int(next(iterator)[0]))
-            if number in (8, 16):
-                wait_for_renewals(iterator, number // 8)
+            if number in (16, 32):
+                wait_for_renewals(iterator, number // 16)
     for iterator in iterators:
         iterator.close()
     assert seen == [list(range(LENGTH)), list(range(100, 100 + LENGTH))]

@@ -26,6 +26,7 @@ from asyncloader import DataLoader, sample_rng, sample_seed
 from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, steps
+from tests import effort
 
 LENGTH = 60
 
@@ -123,7 +124,7 @@ def run(dataset: Any, state: Any = None, stop: int | None = None, **options: Any
         return found
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=effort.examples(9), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     seeding=st.sampled_from(["batch", "sample"]),
@@ -144,7 +145,7 @@ def test_draws_depend_on_the_seed_alone(
     assert begun + run(Programs(seed, quiet), state, **options) == expected
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=effort.examples(6), deadline=None)
 @given(seed=st.integers(0, 10**6), batch_size=st.integers(1, 9))
 def test_by_sample_they_do_not_depend_on_the_batch_size_either(seed: int, batch_size: int) -> None:
     """They are what each sample draws where it is made alone."""

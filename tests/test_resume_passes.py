@@ -23,6 +23,8 @@ from asyncloader.samplers import (
 )
 from tests import generators
 
+pytestmark = pytest.mark.on_threads
+
 LENGTH = 17
 IN_TURNS = "have read it in turns"
 DRAWS_ON = "draws from global random generators while it is read"
@@ -258,6 +260,7 @@ class Noise(Dataset[Any]):
         return torch.tensor([index, self.rng.random(), float(torch.rand(()))])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("looks", [0, 1, 2])
 def test_a_look_inside_an_epoch_counts_for_the_seeds_of_later_ones(looks: int) -> None:
     """Also where the state is of the loop that goes on: the dataset's own generators draw as without the load."""
@@ -283,6 +286,7 @@ def test_a_look_inside_an_epoch_counts_for_the_seeds_of_later_ones(looks: int) -
     assert train(is_cut=True) == train(is_cut=False)
 
 
+@pytest.mark.processes
 def test_persistent_workers_count_an_epoch_that_was_moved_on_from() -> None:
     """A state of a last step, and another epoch is set: its seeds are those after the epoch of the state."""
 

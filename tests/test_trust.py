@@ -203,7 +203,7 @@ def test_states_are_values_that_torch_takes_for_safe(name: str) -> None:
 @pytest.mark.parametrize("name", LOADERS)
 def test_nothing_of_a_state_is_unpickled(name: str, tmp_path: Path) -> None:
     """Whichever of its values is a pickle in the file: the state may be refused, but no code runs."""
-    loader, iterator = begun(LOADERS[name](10))
+    loader, iterator = begun(LOADERS[name](5))
     state = loader.state_dict()
     rest(loader, iterator)
     pickled = pickle.dumps(Trap(tmp_path / "trapped"))

@@ -196,6 +196,7 @@ def noisy(number: int) -> int:
     return number + 1
 
 
+@pytest.mark.interpreter
 def test_what_is_printed_in_a_process_of_its_own_is_no_answer() -> None:
     """It goes where errors go."""
     assert run_apart(noisy, 3) == 4

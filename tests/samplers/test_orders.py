@@ -62,37 +62,37 @@ MAKES: dict[str, Callable[..., Any]] = {
     ),
 }
 EXPECTED = {
-    "elastic": (1034012514, 3366021849),
-    "elastic, long": (2617751412, 1797085077),
-    "elastic, drop_last": (1051274672, 776750869),
-    "elastic, in order": (2548141923, 3260826759),
-    "blocks": (2280379810, 202467514),
-    "blocks in a window": (3741617956, 4256539784),
-    "weighted": (3846963300, 2089350181),
-    "weighted, each once": (3141955423, 532851105),
-    "mixture": (2326532484, 1893259395),
-    "mixture, all": (3419425225, 3757976846),
-    "mixture, endless": (1121566181, 4083661660),
-    "mixture, in order": (156692552, 3562319959),
-    "lengths": (1781046758, 3401230358),
-    "lengths in buckets": (672606026, 1140806306),
-    "lengths, drop_last": (857401017, 3953350790),
-    "lengths, in order": (4048984086, 914476192),
-    "lengths of a mixture": (2715897584, 2816741929),
-    "packing": (1033622182, 2601826689),
-    "packing, cut": (3461067264, 2392074513),
-    "packing, in order": (3014674049, 3552974363),
-    "packing by cost": (3499045168, 196197338),
-    "balanced": (4038358637, 4059811018),
-    "balanced, drop_last": (875746150, 2452452610),
-    "balanced, of a mixture": (3464027423, 2580288038),
+    "elastic": (3441771736, 1406625755),
+    "elastic, long": (92667121, 1913330923),
+    "elastic, drop_last": (2508123435, 1908108529),
+    "elastic, in order": (36324264, 2035807111),
+    "blocks": (3824073329, 4076986230),
+    "blocks in a window": (2032667436, 3104585155),
+    "weighted": (318028313, 2063632369),
+    "weighted, each once": (3387111853, 3355776913),
+    "mixture": (4184100168, 821188011),
+    "mixture, all": (217284534, 3875962051),
+    "mixture, endless": (2252528480, 2156738062),
+    "mixture, in order": (3620379174, 399559498),
+    "lengths": (1740020266, 908577635),
+    "lengths in buckets": (3005421555, 340147354),
+    "lengths, drop_last": (3255055182, 4154674008),
+    "lengths, in order": (3926534156, 4215105480),
+    "lengths of a mixture": (1866675934, 1423663036),
+    "packing": (2295903022, 3999553399),
+    "packing, cut": (1118615995, 3066804996),
+    "packing, in order": (3643287691, 3807616570),
+    "packing by cost": (4051558156, 312176654),
+    "balanced": (3085143194, 3675567611),
+    "balanced, drop_last": (714794210, 2560061104),
+    "balanced, of a mixture": (1367730697, 1718284237),
 }
 
 
 def checksums(make: Callable[..., Any]) -> tuple[int, int]:
     """Return one checksum of orders, and one of states, over some seeds, epochs and ranks."""
     orders, states = [], []
-    for seed, epoch, ranks in ((0, 0, 1), (0, 1, 1), (11, 2, 3), (12345678901, 0, 4)):
+    for seed, epoch, ranks in ((0, 1, 1), (12345678901, 2, 3)):
         for rank in range(ranks):
             sampler = make(num_replicas=ranks, rank=rank, seed=seed)
             sampler.set_epoch(epoch)

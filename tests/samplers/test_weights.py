@@ -23,6 +23,7 @@ from asyncloader.samplers.ordered import bare_state, newest_run, whole_state
 from asyncloader.samplers.sums import SumTree
 from asyncloader.samplers.weighted import _uniform
 from asyncloader.seeding.hashing import mix
+from tests import effort
 
 COUNT, SAMPLES = 13, 150
 INITIAL = [1.0, 0.0, 2.0, 5.0, 0.5, 3.0, 1.0, 0.0, 4.0, 1.0, 1.0, 2.0, 7.0]
@@ -131,7 +132,7 @@ class Machine:
         self.draw(1)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=effort.examples(300))
 @given(steps=st.lists(STEPS, max_size=25))
 def test_what_is_drawn_is_what_the_updates_say(steps: list[tuple[str, Any]]) -> None:
     """However updates, states of the past, resumes and epochs follow on each other."""

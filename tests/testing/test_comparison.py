@@ -178,7 +178,7 @@ def test_long_parts_are_shown_in_part() -> None:
 
 
 def test_a_fingerprint_is_of_all_batches_in_order_whoever_makes_them() -> None:
-    """Of any iterator; another process with another seed for hashes has the same."""
+    """Of any iterator, and whatever order a set is in: here its members were added in the one and the other."""
 
     def batches() -> Iterator[Any]:
         return iter([{"image": torch.arange(6.0).reshape(2, 3), "tags": {"a", "b", "c"}}, [1, "b"]])
@@ -188,12 +188,20 @@ def test_a_fingerprint_is_of_all_batches_in_order_whoever_makes_them() -> None:
     loaders = [DataLoader(range(20), 4, num_workers=workers) for workers in (0, 2)]
     assert len({*map(fingerprint, loaders), fingerprint(torch.utils.data.DataLoader(range(20), 4))}) == 1  # type: ignore[arg-type]
     assert fingerprint(loaders[0]) != fingerprint(DataLoader(range(20), 5))
+    assert [*{8, 0}] != [*{0, 8}]  # of one hash in a small table
+    assert fingerprint([{8, 0}]) == fingerprint([{0, 8}])
+
+
+@pytest.mark.slow  # a fresh interpreter, which imports torch
+def test_a_fingerprint_is_the_same_in_a_process_with_another_seed_for_hashes() -> None:
+    """Of names in a set."""
+    batches = [{"image": torch.arange(6.0).reshape(2, 3), "tags": {"a", "b", "c"}}, [1, "b"]]
     script = (
         "import torch\nfrom asyncloader.testing import fingerprint\n"
         "print(fingerprint([{'tags': {'c', 'a', 'b'}, 'image': torch.arange(6.0).reshape(2, 3)}, [1, 'b']]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == fingerprint(batches())
+    assert done.stdout.strip() == fingerprint(batches)
 
 
 # ------------------------------------------------------------------------------------------------------- in the helpers
