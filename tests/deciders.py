@@ -31,3 +31,36 @@ def _of_a_loader() -> Any:
 def options(**chosen: Any) -> Any:
     """Return options with these values; two batches for each worker, and no run-ahead, unless they say otherwise."""
     return _Chosen({**_DEFAULTS, **chosen})
+
+
+def validate(scheduler: Any) -> None:
+    """Check what must hold of a scheduler between any two events: a batch is in exactly one place."""
+    in_flight, unsent, parked = scheduler.in_flight, scheduler._unsent, scheduler._parked
+    again = [ticket for _, ticket in scheduler._again]
+    tickets = [*again, *unsent, *(ticket for tickets in in_flight.values() for ticket in tickets.values())]
+    batches = {ticket.batch for ticket in tickets}
+    assert len(tickets) == len(batches), f"a ticket is in two places: {scheduler!r}"
+    assert not batches & parked.keys(), f"a batch is in two places: {scheduler!r}"
+    numbers = [ticket.batch for ticket in unsent]
+    assert numbers == sorted(numbers)
+    assert all(ticket.batch < numbers[0] for ticket in again if numbers), f"out of order: {scheduler!r}"
+    if scheduler._in_order:
+        everywhere = batches | parked.keys()
+        assert all(batch >= scheduler.gone_count for batch in everywhere), f"came back after delivery: {scheduler!r}"
+        assert scheduler.gone_count not in parked, f"a batch is parked that could go: {scheduler!r}"
+    assert scheduler._parked_bytes == sum(nbytes for _, nbytes in parked.values())
+    assert scheduler.gone_count + len(parked) + len(batches) <= scheduler.planned_count
+    waiting = {(worker, ticket.batch) for worker, tickets in scheduler.outbox.items() for ticket in tickets}
+    assert all(batch in in_flight[worker] for worker, batch in waiting), f"sent to nobody: {scheduler!r}"
+    alone = {worker for worker, tickets in in_flight.items() if any(t.is_suspect for t in tickets.values())}
+    assert all(len(in_flight[worker]) == 1 for worker in alone), f"a suspect is not alone: {scheduler!r}"
+    roster = scheduler.roster
+    assert scheduler.resting | alone == roster.held
+    assert sorted(roster.takers) == sorted(roster.active - roster.leaving)
+    assert roster.leaving | roster.held <= roster.active
+
+
+def validate_workforce(workforce: Any, roster: Any) -> None:
+    """Check what must hold of a workforce between any two events: nobody is to come who is not wanted, or is there."""
+    assert workforce._coming <= workforce.wanted
+    assert not any(map(roster.takes, workforce._coming & roster.active))

@@ -85,7 +85,7 @@ def test_the_data_do_not_depend_on_the_number(backend: Any, persistent: bool, mo
 
     fixed = epochs(1)
     whims = Whims([1, 3, 2, 4, 1])
-    monkeypatch.setattr("asyncloader.run.workplace.Controller", lambda *args, **kwargs: whims)
+    monkeypatch.setattr("asyncloader.run.worker_iterator.Controller", lambda *args, **kwargs: whims)
     assert epochs("auto") == fixed
 
 
@@ -133,7 +133,7 @@ def test_an_iterator_that_goes_back_has_as_many_as_were_found(
 ) -> None:
     """As the state says, or as there are where that says nothing; and loader and states agree."""
     whims = Whims([4])
-    monkeypatch.setattr("asyncloader.run.workplace.Controller", lambda *args, **kwargs: whims)
+    monkeypatch.setattr("asyncloader.run.worker_iterator.Controller", lambda *args, **kwargs: whims)
     monkeypatch.setattr("asyncloader.options.cores_of_rank", lambda: 8)
     loader: Any = DataLoader(Drawing(), 2, num_workers="auto", persistent_workers=persistent)
     iterator = iter(loader)
@@ -209,7 +209,7 @@ def assert_refused_later(word: Any, meant: str, **options: Any) -> None:
 def test_what_was_found_is_for_the_next_epoch_and_in_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this loader and of one that goes on; but no more than that may have."""
     whims = Whims([3])
-    monkeypatch.setattr("asyncloader.run.workplace.Controller", lambda *args, **kwargs: whims)
+    monkeypatch.setattr("asyncloader.run.worker_iterator.Controller", lambda *args, **kwargs: whims)
     loader = DataLoader(Drawing(), 2, num_workers="auto")
     assert loader.state_dict()["num_workers"] == 2
     iterator = iter(loader)

@@ -24,6 +24,7 @@ from asyncloader import DataLoader
 from asyncloader.engine.portal import get_portal
 from asyncloader.errors import LoaderClosedError
 from asyncloader.run import base_iterator
+from asyncloader.run.worker_iterator import WorkerIterator
 from tests import inside
 from tests.patience import until, wait_until
 
@@ -430,6 +431,80 @@ async def test_an_iterator_has_one_face(num_workers: int) -> None:
     seen += [next(by_for).tolist(), (await anext(by_async_for)).tolist()]
     assert seen == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
     assert list(by_for) == [batch async for batch in by_async_for] == []
+
+
+class Interrupting:
+    """A sampler whose second order is interrupted: a handler raises in the middle of it."""
+
+    def __init__(self) -> None:
+        self.orders = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        self.orders += 1
+        yield 0
+        if self.orders == 2:
+            raise KeyboardInterrupt
+        yield from range(1, 40)
+
+
+def test_nobody_waits_for_a_run_that_an_interrupt_has_cut_off() -> None:
+    """Workers were told of the next run, which nobody takes from. The iterator is closed; another has new workers."""
+    loader: Any = DataLoader(Numbers(), 2, sampler=Interrupting(), num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        iter(loader)
+    with ThreadPoolExecutor(1) as threads:
+        taken = threads.submit(next, iterator)
+        with pytest.raises(LoaderClosedError):
+            taken.result(SOON_S)
+    assert len(list(loader)) == 20
+
+
+def test_a_thread_that_waits_goes_on_in_the_run_that_another_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been woken before that run was there, and wait for the last one again."""
+    loader: Any = DataLoader(Gated(tmp_path / "gate"), 4, num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+    take_from = WorkerIterator._take_from
+
+    def late(self: Any, run: Any) -> None:
+        wait_until(lambda: inside.engine(self).run is run)
+        time.sleep(0.1)
+        take_from(self, run)
+
+    with ThreadPoolExecutor(1) as threads:
+        taken = threads.submit(next, iterator)
+        wait_until(lambda: inside.is_waiting(iterator))
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerIterator, "_take_from", late)
+            assert iter(loader) is iterator
+        (tmp_path / "gate").touch()
+        assert taken.result(SOON_S).tolist() == [0, 1, 2, 3]
+    assert [batch.tolist() for batch in iterator] == [[4, 5, 6, 7]]
+
+
+def test_a_batch_counts_for_the_run_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread begins the next run in the instant in which a batch of the last one is given."""
+    loader: Any = numbers(2, persistent_workers=True)
+    iterator = iter(loader)
+    give = WorkerIterator._give
+
+    def restarted(self: Any, run: Any, *args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(WorkerIterator, "_give", give)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(iter, loader).result(SOON_S)
+        return give(self, run, *args, **options)
+
+    monkeypatch.setattr(WorkerIterator, "_give", restarted)
+    first = next(iterator)
+    assert first.tolist() == next(iterator).tolist()
+    assert sum(len(batch) for batch in iterator) == 36
 
 
 async def test_each_run_of_persistent_workers_has_one_face() -> None:

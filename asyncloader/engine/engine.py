@@ -35,7 +35,6 @@ from asyncloader.backends.backend import END_GRACE_S, Backend, Came
 from asyncloader.backends.worker import Worker
 from asyncloader.engine import hang_report
 from asyncloader.engine.actions import Action, Fail, Ticket, Vacate
-from asyncloader.engine.answer import Answer
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.hang_report import HangReporter
@@ -67,6 +66,7 @@ _WORKER_BYTES = 256 << 20
 _consumers: dict[Engine, weakref.ref[object] | None] = {}
 """The iterators that engines end with, until they begin to close. In a forked child there are none."""
 
+_NOT_MADE = frozenset({Kind.EXHAUSTED, Kind.REFUSED})
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
@@ -113,7 +113,6 @@ class Engine:
         self.state = State.NEW
         self.pid = os.getpid()
         self.run = run
-        self._last: Run | None = None  # the run before, if all of it was made; it may still be taken from
         self._finisher = finisher
         self.recovery = Recovery(options)
         self.workforce = Workforce(options)
@@ -124,7 +123,6 @@ class Engine:
         self._closed = threading.Event()
         self.error: BaseException | None = None
         self._num_errors = 0
-        self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
         self._is_settling = False  # the loop is about to call `_settle`
         self._to_start: deque[int] = deque()
         self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
@@ -187,17 +185,6 @@ class Engine:
             and (self._finisher is None or self._finisher.join(max(0.0, deadline - time.monotonic())))
         )
 
-    def report_overdue(self, timeout_s: float) -> Future[BatchTimeoutError | None]:
-        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
-
-        Returns:
-            The error to raise, or None if the batch, or its error, will come after all.
-        """
-        report = Answer[BatchTimeoutError | None]()
-        self._reports.add(report)
-        self.post(self._look_for_overdue, timeout_s, partial(self._answer, report))
-        return report
-
     # ----------------------------------------------------------------------------------------------- lifecycle
 
     def start(self) -> None:
@@ -250,8 +237,6 @@ class Engine:
             steps.callback(self._stop_timers)
             steps.callback(self._read_inbox)
             steps.callback(self.run.close)
-            if self._last is not None:
-                steps.callback(self._last.close)
 
     def _stop_timers(self) -> None:
         """Replace nobody any more, and look at nobody."""
@@ -274,8 +259,6 @@ class Engine:
         self.run.hand_over()  # batches that have come in this turn of the loop come before the error
         for run in (self.run, *self._next_runs):
             run.stop(kept)
-        for report in tuple(self._reports):
-            self._answer(report, None)
 
     def _on_error(self, error: BaseException) -> None:
         """Something in here, or in what belongs to it, has failed: end with it, whatever else fails."""
@@ -327,8 +310,6 @@ class Engine:
     def _begin_run(self, run: Run) -> None:
         """Begin another run with the same workers. Batches of the last one that are not made yet are dropped."""
         last, self.run = self.run, run
-        self._last = last if last.ended else None
-        last.handoff.wake()
         if self.state is not State.OPEN:
             if self.error is not None:
                 run.stop(self.error)
@@ -374,21 +355,21 @@ class Engine:
         run, scheduler, records = self.run, self.run.scheduler, []
         for outcome, arrived_at, read_at in came:
             kind, record = outcome.kind, outcome.record
-            if kind == Kind.EXHAUSTED or kind == Kind.REFUSED:
+            if kind in _NOT_MADE:
                 self._on_not_made(worker, outcome)
                 continue
-            ticket = scheduler.returned(worker, record.ticket)
+            number, nbytes, row = record.ticket, outcome.nbytes, None
+            ticket = scheduler.returned(worker, number)
             if kind == Kind.BATCH:
-                nbytes = max(outcome.nbytes, 0)
-                row = [*record, worker, ticket.batch, nbytes, ticket.sent_at, arrived_at, read_at, 0.0, read_at]
+                row = [*record, worker, number, max(nbytes, 0), ticket.sent_at, arrived_at, read_at, 0.0, read_at]
                 records.append(record)
             else:
-                row, outcome = None, run.rebuilt(outcome, ticket)
-            item = _new(Item, (outcome, ticket.batch, worker, row, -1, None, True))
+                outcome = run.rebuilt(outcome, ticket)
+            item = _new(Item, (outcome, number, worker, row, -1, None, True))
             if run.tracks:
                 item = run.answered(item, ticket)
             if row is not None and self._finisher is None:
-                scheduler.ready(ticket.batch, item, outcome.nbytes)
+                scheduler.ready(number, item, nbytes)
             else:
                 self._came(ticket, item)
         if records:
@@ -712,17 +693,14 @@ class Engine:
         self._watch = self._loop.call_later(hang_report.LOOK_S, self._watch_consumers)
         self._hangs.look(self.run)
 
-    def _look_for_overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
-        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
+    def look_for_overdue(self, run: Run, timeout_s: float) -> None:
+        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says. Tell the run of it.
 
         Args:
+            run: The run that a consumer waits for.
             timeout_s: How long it was waited for. Seconds.
-            tell: Is given the error to raise, or None if the batch, or its error, will come after all.
         """
-        run, processes = self.run, self.pool.processes
-        if self.error is not None:
-            tell(None)
-            return
+        processes = self.pool.processes
         ticket = run.scheduler.awaited()
         process = None if ticket is None else processes.get(ticket.worker)
         if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being pinned
@@ -732,9 +710,9 @@ class Engine:
                 timeout_s, silent_s, is_anybody_there=is_anybody_there
             )
             why = "its keys have not arrived" if run.awaits_keys else ""
-            tell(None if waits_on else timed_out(timeout_s, why=why))
+            run.answer(None if waits_on else timed_out(timeout_s, why=why))
             return
-        process.ask_stack(ticket.batch, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
+        process.ask_stack(ticket.batch, lambda stack: run.answer(self._on_stack(timeout_s, ticket, process, stack)))
 
     def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
         run, worker = self.run, ticket.worker
@@ -748,11 +726,6 @@ class Engine:
         self._carry_out(decided)
         self._settle()
         return None
-
-    def _answer(self, report: Future[BatchTimeoutError | None], error: BatchTimeoutError | None) -> None:
-        self._reports.discard(report)
-        if not report.done():
-            report.set_result(error)
 
 
 def _forget_consumers() -> None:

@@ -44,11 +44,6 @@ class Handoff(Generic[T]):
         """Whether a consumer waits."""
         return self._waiter is not None
 
-    def put(self, item: T) -> None:
-        """Append the item and wake the consumer."""
-        self.ready.append(item)
-        self.wake()
-
     def wake(self) -> None:
         """Have the consumer that waits look at the state of things."""
         if (waiter := self._waiter) is not None:

@@ -79,8 +79,3 @@ class Roster:
         loads = [(len(self.in_flight[worker]), worker) for worker in self.takers if worker not in self.held]
         heapify(loads)
         return loads
-
-    def validate(self) -> None:
-        """Check what must hold between any two events."""
-        assert sorted(self.takers) == sorted(self.active - self.leaving)
-        assert self.leaving | self.held <= self.active

@@ -61,6 +61,8 @@ class Run:
             one step that the other cannot be in the middle of.
         plan_ended: The sampler has no more keys behind these.
         handoff: Items that consumers can take.
+        is_asked: The consumer that waits has asked the loop thread what its batch waits for.
+        is_answered: It has an answer.
         all_taken: All items were taken, and whoever takes was told so: what `close` drops was not taken.
         ended: Everything that was planned has been handed over. Written by the loop thread, as all that follows.
         closed: No more batches are made.
@@ -95,7 +97,7 @@ class Run:
         self.handoff: Handoff[Item] = Handoff()
         self.taken = progress.now.position  # as if those before had been taken
         self._urgent: deque[BaseException] = deque()  # raised before what is ready
-        self.ended = self.closed = self.all_taken = False
+        self.ended = self.closed = self.all_taken = self.is_asked = self.is_answered = False
         self.error: BaseException | None = None
         self._raised_in: weakref.WeakSet[Any] = weakref.WeakSet()  # consumers that have raised it
 
@@ -266,7 +268,7 @@ class Run:
 
     def has_news(self) -> bool:
         """Whether there is something to take or to do, so that a consumer should not wait."""
-        if self.has_ready or self.ended or self.closed or self.error is not None:
+        if self.has_ready or self.is_answered or self.ended or self.closed or self.error is not None:
             return True
         if self._plan_error is not None:
             return self._is_plan_error_due()
@@ -413,6 +415,17 @@ class Run:
         """Have this raised before what is in order."""
         self._urgent.append(error)
         self.handoff.wake()
+
+    def answer(self, error: BaseException | None) -> None:
+        """Answer the consumer that has asked what its batch waits for: the error to raise, or None to wait on.
+
+        A consumer that was interrupted, or cancelled, has asked for nothing any more when the next call waits.
+        """
+        if self.is_asked and not self.is_answered:
+            if error is not None and not self.handoff.ready:  # otherwise the batch has come in the last moment
+                self._urgent.append(error)
+            self.is_answered = True
+            self.handoff.wake()
 
     def hand_over(self) -> None:
         """Hand over to consumers what the scheduler has put in order.

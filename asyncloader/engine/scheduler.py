@@ -247,28 +247,6 @@ class Scheduler:
             return None
         return min(in_flight, key=_batch, default=None)
 
-    def validate(self) -> None:
-        """Check what must hold between any two events."""
-        tickets = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
-        tickets += [*(ticket for _, ticket in self._again), *self._unsent]
-        assert [ticket.batch for ticket in self._unsent] == sorted(ticket.batch for ticket in self._unsent)
-        assert not (self._again and self._unsent) or max(self._again)[0] < self._unsent[0].batch
-        batches = {ticket.batch for ticket in tickets}
-        assert len(tickets) == len(batches), f"a ticket is in two places: {self!r}"
-        assert not batches & self._parked.keys(), f"a batch is in two places: {self!r}"
-        if self._in_order:
-            everywhere = batches | self._parked.keys()
-            assert all(batch >= self.gone_count for batch in everywhere), f"a batch came back after delivery: {self!r}"
-            assert self.gone_count not in self._parked, f"a batch is parked that could go: {self!r}"
-        assert self._parked_bytes == sum(nbytes for _, nbytes in self._parked.values())
-        assert self.gone_count + len(self._parked) + len(batches) <= self.planned_count
-        waiting = {(worker, ticket.batch) for worker, tickets in self.outbox.items() for ticket in tickets}
-        assert all(batch in self.in_flight[worker] for worker, batch in waiting), f"sent to nobody: {self!r}"
-        alone = {worker for worker, tickets in self.in_flight.items() if any(t.is_suspect for t in tickets.values())}
-        assert all(len(self.in_flight[worker]) == 1 for worker in alone), f"a suspect is not alone: {self!r}"
-        assert self.resting | alone == self.roster.held
-        self.roster.validate()
-
     # ---------------------------------------------------------------------------------------------- decisions
 
     def assign(self) -> list[Action]:

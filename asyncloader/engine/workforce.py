@@ -93,11 +93,6 @@ class Workforce:
             return []
         return [("join" if worker in self.wanted else "dismiss", worker)]
 
-    def lose(self, worker: int) -> None:
-        """A worker is not to be had: it could not be started."""
-        self._coming.discard(worker)
-        self.wanted.discard(worker)
-
     def comes_later(self, worker: int) -> None:
         """A worker that is wanted could not be started, and is started later."""
         self._coming.add(worker)
@@ -138,8 +133,3 @@ class Workforce:
         if private_bytes > bound:
             self.grown[worker] = private_bytes
         return worker in self.grown
-
-    def validate(self, roster: Roster) -> None:
-        """Check what must hold between any two events."""
-        assert self._coming <= self.wanted
-        assert not (self._coming & {worker for worker in roster.active if roster.takes(worker)})

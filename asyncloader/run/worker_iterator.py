@@ -13,7 +13,6 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -23,22 +22,28 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from asyncloader.backends.backend import END_GRACE_S
-from asyncloader.backends.processes.pool import WorkerHandle
+from asyncloader.backends.backend import END_GRACE_S, Backend
+from asyncloader.backends.processes.pool import Pool, WorkerHandle
 from asyncloader.backends.processes.process import WorkerProcess
+from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.engine import exits
+from asyncloader.engine.controller import Controller
 from asyncloader.engine.engine import Engine, State
+from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.item import Item
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
-from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Run
-from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
+from asyncloader.engine.scheduler import Scheduler
+from asyncloader.errors import LoaderClosedError, loop_blocked
+from asyncloader.machine import usable_cores
 from asyncloader.messages.failure import stand_in
-from asyncloader.messages.messages import EpochSpec, Kind
+from asyncloader.messages.messages import Kind
+from asyncloader.observe.faults import Faults
 from asyncloader.options import AutoWorkers, Options
-from asyncloader.run import home_loop, workplace
+from asyncloader.run import home_loop
 from asyncloader.run.base_iterator import FOR, BaseIterator, check_owner
+from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import ALL, LoaderState
@@ -96,7 +101,7 @@ class WorkerIterator(BaseIterator[T_co]):
         iterate = partial(self._reset, loader, first_iter=True)
         start = self._begin(iterate, state, prepare=partial(self._construct, loader))
         self._run_numbers = count(1)
-        run = self._make_run(self._epoch_of(start), start.plan, start.checkpointer.progress)
+        run = self._make_run(start)
         self._engine = self._make_engine(run)
         self._engine.close_with(self)
         run.read_first(self._engine.waker())
@@ -129,17 +134,26 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def begin_next(self, loader: DataLoader[T_co], options: Options) -> None:
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
-        self._run.leave()
+        before = self._run
+        before.leave()
         first = self._options
         if first.is_auto:
             first = replace(first, num_workers=AutoWorkers(len(self._engine.workforce.wanted)))
         if first is not self._options or options is not self.asked:
             self._options, self.asked = options.with_workers_of(first), options
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
-        run = self._make_run(self._epoch_of(start), start.plan, start.checkpointer.progress)
-        self._engine.push(run)
-        run.read_first(self._engine.waker())
-        self._take_from(run)
+        run = self._make_run(start)
+        try:
+            self._engine.push(run)
+            run.read_first(self._engine.waker())
+            self._take_from(run)
+        except BaseException:  # an interrupt: workers may be at a run of which nobody takes
+            self.leave()
+            raise
+        finally:
+            # A consumer may wait in another thread, for the last run. It looks again now: at this run, or at the end. A
+            # wake-up by the loop thread, at the beginning of this run, may have found it with the last one still.
+            before.handoff.wake()
 
     def leave_out(self, loader: DataLoader[T_co], count: int) -> None:
         """Read so many batches and drop them; or ALL, and begin the next run."""
@@ -168,21 +182,51 @@ class WorkerIterator(BaseIterator[T_co]):
             self._engine.request_close()
             raise
 
-    def _epoch_of(self, start: RunStart) -> EpochSpec:
-        """Return the run in the form that workers receive."""
-        return start.checkpointer.epoch_spec(next(self._run_numbers), start.starts)
-
-    def _make_run(self, epoch: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
-        return workplace.make_run(self._options, self._runs, epoch, plan, progress)
+    def _make_run(self, start: RunStart) -> Run:
+        """Return a run, which nobody has begun."""
+        options, runs, plan = self._options, self._runs, start.plan
+        progress, faults = start.checkpointer.progress, Faults()
+        epoch = start.checkpointer.epoch_spec(next(self._run_numbers), start.starts)  # as workers are to know it
+        scheduler = Scheduler(
+            options,
+            first=progress.now.position,
+            next_worker=progress.now.next_worker,
+            runs_ahead=not may_be_looked_at(options.index_sampler),
+        )
+        meter = runs.make_meter(
+            options, epoch.epoch, options.num_at_start, scheduler.window, faults, keys_arrive=plan.arrives
+        )
+        return Run(options, scheduler, epoch, meter, plan, progress, ErrorLimit(options, progress, faults))
 
     # ------------------------------------------------------------------------------------------------- workers
 
     def _make_engine(self, run: Run) -> Engine:
-        spec, tell = self._worker_spec(), while_alive(self.note_number, None)
-        return workplace.make_engine(self._options, self._runs, spec, run, self._home, self._make_finisher, tell)
+        """Return an engine that begins with a run, and its workers, which are not started yet.
+
+        Raises:
+            Exception: as the pickling of the dataset or a function raises it, or as a provider's backend does.
+        """
+        options, portal = self._options, get_portal()
+        loop = GuardedLoop(portal.loop)
+        pool = self._make_pool(loop)
+        finisher = self._make_finisher(loop)
+        controller = Controller(options, options.num_workers, usable_cores()) if options.is_auto else None
+        return Engine(portal, loop, pool, run, options, finisher, controller, while_alive(self.note_number, None))
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
         return None if self._pinned_for is None else Finisher(loop, self._pinned_for)
+
+    def _make_pool(self, loop: GuardedLoop) -> Backend:
+        """Decide where the workers run: on a loop (0 of them), on threads, in processes, where a provider has them."""
+        options, spec = self._options, self._worker_spec()
+        if options.is_in_process:
+            return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=self._home)
+        if options.provider is not None:
+            backend: Backend = options.provider.make_backend(options, spec, loop)
+            return backend
+        pool = Pool(loop, options.start_context, spec)
+        pool.pack()
+        return pool
 
     def note_number(self, num_workers: int) -> None:
         """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
@@ -225,65 +269,81 @@ class WorkerIterator(BaseIterator[T_co]):
             with self._lock:
                 if self._pass is not exits.token:
                     self._enter(FOR)
-                if (item := self._run.first()) is not None:
-                    return self._give(item, 0.0, asked_at)
-                item = self._wait_for_item()
-                return self._give(item, asked_at, perf_counter())
+                run = self._run
+                if (item := run.first()) is not None:
+                    return self._give(run, item, 0.0, asked_at)
+                run, item = self._wait_for_item()
+                return self._give(run, item, asked_at, perf_counter())
         finally:
             item = None  # the traceback of an error refers to this frame
 
-    def _wait_for_item(self) -> Item:
+    def _wait_for_item(self) -> tuple[Run, Item]:
         refuse_to_block_the_loop()
         home_loop.refuse_to_block(self._home)
         if self._started is not None:
             self._wait_started(self._started)
-        deadline = self._deadline()
-        while (item := self._look()) is None:
-            run = self._run  # another one, if the iterator has begun it meanwhile
+        deadline = self._begin_wait()
+        while (item := self._look(run := self._run)) is None:  # another one, if the iterator has begun it meanwhile
             if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
-                self._raise_unless_news(self._wait_report())
-                deadline = self._deadline()
-        return item
+                deadline = self._ask(run)
+            elif run.is_answered:
+                deadline = self._begin_wait()
+        return run, item
 
     async def _take_async(self, asked_at: float) -> Any:
         item = None
         try:
             if self._started is not None:
                 await self._until_started()
-            if (item := self._run.first()) is not None:
-                return self._give(item, 0.0, asked_at, in_async_for=True)
-            item = await self._wait_for_item_async()
-            return self._give(item, asked_at, perf_counter(), in_async_for=True)
+            run = self._run
+            if (item := run.first()) is not None:
+                return self._give(run, item, 0.0, asked_at, in_async_for=True)
+            run, item = await self._wait_for_item_async()
+            return self._give(run, item, asked_at, perf_counter(), in_async_for=True)
         finally:
             item = None
 
-    async def _wait_for_item_async(self) -> Item:
-        deadline = self._deadline()
+    async def _wait_for_item_async(self) -> tuple[Run, Item]:
+        deadline = self._begin_wait()
         try:
-            while (item := self._look()) is None:
-                run = self._run
+            while (item := self._look(run := self._run)) is None:
                 if not await run.handoff.wait_async(run.has_news, deadline) and not run.has_news():
-                    self._raise_unless_news(await self._wait_report_async())
-                    deadline = self._deadline()
+                    deadline = self._ask(run)
+                elif run.is_answered:
+                    deadline = self._begin_wait()
                 self._last_turn = time.monotonic()
         except StopIteration:
             raise StopAsyncIteration from None
         except StopAsyncIteration as error:  # of the sampler
             raise stand_in(error, in_async_for=True) from error
-        return item
+        return run, item
 
-    def _deadline(self) -> float | None:
-        """Return until when a consumer that comes now waits for a batch."""
-        timeout = self._options.timeout
+    def _begin_wait(self) -> float | None:
+        """Return until when a consumer waits for a batch from now on, before it asks what the batch waits for."""
+        timeout, self._run.is_asked, self._run.is_answered = self._options.timeout, False, False
         return time.monotonic() + timeout if timeout > 0 else None
 
-    def _look(self) -> Item | None:
+    def _ask(self, run: Run) -> float:
+        """Have the engine find out what a batch waits for that has not come in time; return until when it is to answer.
+
+        The answer comes as other items do: an error that is raised first, or nothing but a wake-up.
+
+        Raises:
+            BatchTimeoutError: if the engine was asked, and has not answered: something blocks its loop.
+        """
+        timeout = self._options.timeout
+        if run.is_asked:
+            raise loop_blocked(timeout, self._engine.portal.where())
+        run.is_asked = True
+        self._engine.post(self._engine.look_for_overdue, run, timeout)
+        return time.monotonic() + _ANSWER_S
+
+    def _look(self, run: Run) -> Item | None:
         """Return the first item, or find out that there will be none, or do what can be done before waiting.
 
         Raises:
             StopIteration: if everything was taken.
         """
-        run = self._run
         if (item := run.first()) is not None:
             return item
         self._check_usable()
@@ -291,7 +351,7 @@ class WorkerIterator(BaseIterator[T_co]):
             run.check()
             run.read_on()
         except StopIteration:
-            self._run.progress.note_end()
+            run.progress.note_end()
             raise
         finally:
             if run.all_taken:
@@ -300,16 +360,17 @@ class WorkerIterator(BaseIterator[T_co]):
                 self._seeding.end_one(run.epoch.key)  # samples of a batch that was given up may still be in work
         return None
 
-    def _give(self, item: Item, asked_at: float, came_at: float, *, in_async_for: bool = False) -> Any:
+    def _give(self, run: Run, item: Item, asked_at: float, came_at: float, *, in_async_for: bool = False) -> Any:
         """Return the batch of an item, or raise what is in its place; it is counted last.
 
         Args:
+            run: The run that has the item: another thread may have begun the next one since.
             item: The item.
             asked_at: Since when the consumer has waited; 0.0 if it has just come.
             came_at: Since when it need not wait.
             in_async_for: What is raised is to end no ``async for``.
         """
-        run, outcome = self._run, item.outcome
+        outcome = item.outcome
         run.read_for(item, asked_at, came_at)
         if outcome.kind == Kind.BATCH:
             if self._IterableDataset_len_called is not None:
@@ -357,31 +418,6 @@ class WorkerIterator(BaseIterator[T_co]):
         if is_closing and not run.all_taken and run.error is None:
             engine.portal.stop_daemon()
             raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
-
-    # ------------------------------------------------------------------------------------------------- timeouts
-
-    def _wait_report(self) -> BatchTimeoutError | None:
-        """Wait for the engine's answer, which comes within a second, unless something blocks its loop."""
-        try:
-            return self._engine.report_overdue(self._options.timeout).result(_ANSWER_S)
-        except TimeoutError:
-            return loop_blocked(self._options.timeout, self._engine.portal.where())
-
-    async def _wait_report_async(self) -> BatchTimeoutError | None:
-        try:  # in no variable: the future holds the error, whose traceback refers to these frames
-            return await asyncio.wait_for(
-                asyncio.wrap_future(self._engine.report_overdue(self._options.timeout)), _ANSWER_S
-            )
-        except TimeoutError:
-            return loop_blocked(self._options.timeout, self._engine.portal.where())
-
-    def _raise_unless_news(self, error: BaseException | None) -> None:
-        """Raise what the engine has reported, unless the batch has come in the last moment."""
-        try:
-            if error is not None and not self._run.has_news():
-                raise error
-        finally:
-            del error  # a frame of its own traceback that holds it would keep the iterator, and its workers, alive
 
     # --------------------------------------------------------------------------------------------------- ending
 

@@ -239,7 +239,7 @@ async def test_others_do_what_a_worker_had_that_is_away() -> None:
     assert driven.pool.added == []
     driven.engine.on_ready(1)
     assert driven.scheduler.active == {0, 1}
-    driven.scheduler.validate()
+    deciders.validate(driven.scheduler)
 
 
 async def test_all_workers_may_be_away() -> None:
@@ -251,7 +251,7 @@ async def test_all_workers_may_be_away() -> None:
     assert driven.pool.sent == []
     driven.engine.on_ready(1)
     assert driven.pool.sent == [(1, [0, 1, 2])]
-    driven.scheduler.validate()
+    deciders.validate(driven.scheduler)
 
 
 async def test_what_was_not_sent_to_a_worker_is_not_blamed_for_its_end() -> None:

@@ -17,6 +17,12 @@ from tests.patience import wait_until
 SOON_S = 10.0
 
 
+def put(handoff: Handoff[int], item: int) -> None:
+    """Hand an item over, as the loop thread does it."""
+    handoff.ready.append(item)
+    handoff.wake()
+
+
 @pytest.fixture
 def handoff() -> Handoff[int]:
     """One where nothing is ready."""
@@ -28,7 +34,7 @@ def test_an_item_put_between_waiter_and_second_look_wakes_for_nothing(handoff: H
 
     def look() -> bool:
         assert handoff.is_awaited
-        handoff.put(7)  # as the loop thread would, just now
+        put(handoff, 7)  # as the loop thread would, just now
         return bool(handoff.ready)
 
     assert handoff.wait(look, None)
@@ -40,7 +46,7 @@ async def test_a_task_finds_an_item_put_between_waiter_and_second_look(handoff: 
     """The same for a task; the late wake-up of its future does no harm."""
 
     def look() -> bool:
-        handoff.put(7)
+        put(handoff, 7)
         return bool(handoff.ready)
 
     assert await handoff.wait_async(look, None)
@@ -53,12 +59,12 @@ async def test_who_waits_is_woken_by_an_item(handoff: Handoff[int]) -> None:
     with ThreadPoolExecutor(1) as threads:
         in_thread = threads.submit(handoff.wait, lambda: False, None)
         wait_until(lambda: handoff.is_awaited)
-        handoff.put(1)
+        put(handoff, 1)
         handoff.wake()
         assert in_thread.result(SOON_S)
     in_task = asyncio.create_task(handoff.wait_async(lambda: False, None))
     await asyncio.sleep(0)
-    threading.Thread(target=handoff.put, args=(2,)).start()
+    threading.Thread(target=put, args=(handoff, 2)).start()
     assert await asyncio.wait_for(in_task, SOON_S)
     assert list(handoff.ready) == [1, 2]
 
@@ -99,7 +105,7 @@ def test_a_waiter_of_a_closed_loop_is_passed_over(handoff: Handoff[int]) -> None
     task = loop.create_task(handoff.wait_async(lambda: False, None))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    handoff.put(1)
+    put(handoff, 1)
     assert handoff.wait(lambda: bool(handoff.ready), None)
     with contextlib.suppress(RuntimeError):
         task.get_coro().close()  # type: ignore[union-attr]

@@ -363,10 +363,10 @@ class Model(RuleBasedStateMachine):
     def leave(self, worker: int) -> None:
         """Have a worker leave: it gets nothing more, and is dismissed when it has nothing in hand."""
         if worker in self.takers and len(self.takers) > 1 and not self.lost_workers:
+            self._succeed(worker)
             self.takers.discard(worker)
             self.leaving.add(worker)
             self.has_changed = True
-            self._succeed(worker)
             self._apply(self.scheduler.leaving(worker))
             assert self.at_work[worker] or worker not in self.leaving, "nothing in hand, and not dismissed"
 
@@ -442,7 +442,7 @@ class Model(RuleBasedStateMachine):
                     self._fail(tickets, at_once)
                 case _:
                     raise AssertionError(action)
-        self.scheduler.validate()
+        deciders.validate(self.scheduler)
         self._follow()
 
     def _follow(self) -> None:
@@ -523,7 +523,7 @@ class Model(RuleBasedStateMachine):
         """Each batch was delivered at most once, in order."""
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.validate()
+        deciders.validate(self.scheduler)
         assert max(Counter(self.deliveries).values(), default=1) == 1
         if self.in_order:
             assert self.deliveries == sorted(self.deliveries)
@@ -643,7 +643,7 @@ def test_a_suspect_that_waits_for_its_own_worker_holds_up_no_other() -> None:
         scheduler.ready(batch, "a batch", 10)
     assert sent(scheduler.planned(range(8, 12))) == [(1, 8), (1, 9), (1, 10), (1, 11)]
     assert sent(scheduler.returned(0, next(iter(scheduler.in_flight[0])))) == [(0, 2)]
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 def test_a_worker_that_joins_has_its_turn_after_the_others() -> None:
@@ -652,7 +652,7 @@ def test_a_worker_that_joins_has_its_turn_after_the_others() -> None:
     scheduler.planned(range(4))
     assert windows(scheduler, scheduler.joined, 2) == [6]
     assert sent(scheduler.planned(range(6))) == [(0, 4), (1, 5), (2, 6), (0, 7), (1, 8), (2, 9)]
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 def test_workers_that_join_take_no_more_than_the_byte_budget() -> None:
@@ -677,7 +677,7 @@ def test_workers_that_were_asked_for_have_their_window_also_when_they_come_late(
     scheduler.ready(0, 0, BATCH_BYTES)
     assert windows(scheduler, scheduler.joined, *range(2, 10)) == [6, 8, 8, 8, 8, 8, 9, 10]
     assert windows(scheduler, scheduler.lost, *range(9, 1, -1)) == [9, 8, 8, 8, 8, 8, 6, 4]
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:
@@ -693,7 +693,7 @@ def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:
     assert (scheduler.leaving(2), scheduler.window) == ([], 2)
     assert (scheduler.joined(2), scheduler.window) == ([], 4)  # it is wanted again, and has its tickets still
     assert sent(scheduler.planned("xy")) == [(0, 9), (2, 10)]
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
@@ -705,7 +705,7 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
     assert (actions[0], scheduler.window) == (("dismiss", 1), 2)
     assert sent(actions) == [(0, 1), (0, 3)]
     assert scheduler.rested(1) == []
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -718,7 +718,7 @@ def test_a_run_whose_workers_have_all_gone_waits_for_those_who_join(scheduling: 
     actions = scheduler.joined(3)
     assert scheduler.window == 2
     assert sent(actions) == [(3, 0), (3, 1)]
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 def test_what_is_lost_with_a_worker_is_done_by_others_and_nobody_is_blamed() -> None:
@@ -730,7 +730,7 @@ def test_what_is_lost_with_a_worker_is_done_by_others_and_nobody_is_blamed() -> 
     assert scheduler.lost(0) == []
     assert (scheduler.lost(1), scheduler.window) == ([], 0)
     assert kinds(scheduler.planned("x")) == []
-    scheduler.validate()
+    deciders.validate(scheduler)
     actions = scheduler.joined(5)
     assert sent(actions) == [(5, 0), (5, 1), (5, 2), (5, 3), (5, 4)]
     assert {ticket.tries for ticket in scheduler.in_flight[5].values()} == {0}
@@ -750,7 +750,7 @@ def test_a_worker_that_dies_while_it_leaves_has_no_successor(on_crash: Any) -> N
     assert failed == {"retry": [], "skip": [1], "raise": [1, 3]}[on_crash]
     assert sent(actions) == {"retry": [(0, 1), (0, 3)], "skip": [(0, 3)], "raise": []}[on_crash]
     assert not scheduler.resting
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 def test_what_overlapped_in_a_worker_that_was_leaving_is_done_alone_by_another() -> None:
@@ -766,7 +766,7 @@ def test_what_overlapped_in_a_worker_that_was_leaving_is_done_alone_by_another()
     actions = scheduler.vacated(gone(0))
     assert [action.tickets[0].batch for action in actions if isinstance(action, Fail)] == [3]
     assert sent(actions) == [(0, 5)]
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 def test_a_run_goes_on_in_the_middle() -> None:
@@ -778,7 +778,7 @@ def test_a_run_goes_on_in_the_middle() -> None:
     scheduler.returned(1, 7)
     assert [a.item for a in scheduler.ready(7, "A") if isinstance(a, Deliver)] == ["A"]
     assert scheduler.gone_count == 9
-    scheduler.validate()
+    deciders.validate(scheduler)
     scheduler = make(7, 3, num_at_start=3)
     assert [a.worker for a in scheduler.planned("ab") if isinstance(a, Send)] == [0, 1]
 
@@ -837,7 +837,7 @@ def run_ahead(scheduler: Scheduler, size: int) -> int:
         if scheduler.read_until != before:
             scheduler.planned(range(scheduler.read_until - planned))
             planned = max(planned, scheduler.read_until)
-    scheduler.validate()
+    deciders.validate(scheduler)
     return planned
 
 
@@ -905,7 +905,7 @@ def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None
     assert [action.tickets[0].keys for action in actions if isinstance(action, Fail)] == ["c"]
     assert sent(actions) == [(0, 3)]
     assert sent(scheduler.returned(0, 3)) == [(0, 4)]
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
@@ -926,7 +926,7 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
     actions = scheduler.vacated(gone(0, hung=True))
     assert [ticket.batch for action in actions if isinstance(action, Fail) for ticket in action.tickets] == [2]
     assert {batch for _, batch in sent(actions)} >= set(waiting)
-    scheduler.validate()
+    deciders.validate(scheduler)
 
 
 @pytest.mark.parametrize("on_crash", ["raise", "skip"])

@@ -180,7 +180,7 @@ def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> N
                 world.begin(count)
             case name:
                 getattr(world, name)()
-        world.workforce.validate(world.roster)
+        deciders.validate_workforce(world.workforce, world.roster)
     for _ in range(2):
         world.finish()
         world.start()
