@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from asyncloader.options import Options
     from asyncloader.run.runs import Runs
     from asyncloader.seeding.sample_context import SampleContext
-    from asyncloader.transport.free_list import Region
+    from asyncloader.transport.heap import Heap
     from asyncloader.transport.slab import SlabPool
-    from asyncloader.transport.worker_heap import WorkerHeap
 
 
 def options(loader: Any, last: Options | None = None) -> Options:
@@ -123,22 +122,12 @@ def forget_trim(pool: SlabPool) -> None:
 
 def free_bytes(recycler: Any) -> int:
     """Return the bytes of blocks that wait to be used again."""
-    return sum(block.capacity for stack in recycler._free.values() for block in stack)
+    return sum(len(memory) for _, memory in recycler._free)
 
 
-def used_bytes(pool: SlabPool) -> int:
-    """Return how much of the heap of this process is in use."""
-    return 0 if pool._own is None else pool._own._in_use
-
-
-def written(heap: WorkerHeap) -> list[Region]:
-    """Return the regions in which a worker finds the keys of its tickets."""
-    return [*heap._written.values()]
-
-
-def written_to_all(iterator: Any) -> list[Region]:
-    """Return those of all workers of an iterator."""
-    return [region for heap in tuple(engine(iterator).pool._heaps.values()) for region in written(heap)]  # type: ignore[attr-defined]
+def idle_bytes(heap: Heap) -> int:
+    """Return the bytes of slabs that a worker may use again."""
+    return heap._idle.nbytes
 
 
 def descriptor(memory: Any) -> int:

@@ -228,7 +228,7 @@ MUTATIONS = (
     Mutation(
         "a frame whose body fits into the buffer, but not together with its header, never arrives",
         "messages/frames.py",
-        "if length > _READ_BYTES - HEADER.size:",
+        "if length > _READ_BYTES - _HEADER_BYTES:",
         "if length > _READ_BYTES:",
         "messages/test_frames.py",
     ),
@@ -242,7 +242,7 @@ MUTATIONS = (
     Mutation(
         "a batch that has to be pickled twice has its tensors in slabs twice",
         "transport/codec.py",
-        "        if self._reducers.find_shared():\n            self._put_back()\n",
+        "        if self._reducers.find_shared():\n            self._forget_places()\n",
         "        if self._reducers.find_shared():\n",
         "transport/test_codec.py",
     ),

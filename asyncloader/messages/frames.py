@@ -17,6 +17,7 @@ MOST_PARTS = 512
 """Buffers of one sendmsg; the kernel takes 1024."""
 
 _READ_BYTES = 256 << 10
+_HEADER_BYTES, _unpack_header = HEADER.size, HEADER.unpack_from
 
 
 class BadFrame(Exception):
@@ -32,7 +33,8 @@ class FrameBuffer:
     """Bytes as they come in, cut into frames.
 
     Small frames are cut from one buffer that is used again: their bodies are valid until the next `read`. A frame that
-    does not fit gets memory of its own, which grows with what has come: a length that was never sent costs nothing.
+    does not fit gets memory of its own, which grows with what has come: a length that was never sent costs nothing. Its
+    body is read-only.
     """
 
     def __init__(self) -> None:
@@ -67,27 +69,24 @@ class FrameBuffer:
 
     def frames(self) -> Iterable[tuple[int, memoryview]]:
         """Yield the complete frames that are there: kind and body."""
-        while True:
-            if self._large is not None:
-                if len(self._large) < self._large_bytes:
-                    return
-                body, self._large = memoryview(self._large), None
+        if self._large is not None:  # then the buffer is empty
+            if len(self._large) == self._large_bytes:
+                body, self._large = memoryview(self._large).toreadonly(), None
                 yield self._large_kind, body
-                continue
-            available = self._end - self._start
-            if available < HEADER.size:
-                return
-            length, kind = HEADER.unpack_from(self._buffer, self._start)
+            return
+        buffer, view, start, received = self._buffer, self._view, self._start, self._end
+        while start + _HEADER_BYTES <= received:  # each batch comes this way
+            length, kind = _unpack_header(buffer, start)
+            begin = start + _HEADER_BYTES
+            end = begin + length
             if kind not in KINDS or length > MAX_FRAME_BYTES:
                 raise BadFrame(f"a frame of kind {kind} and {length} bytes")
-            begin = self._start + HEADER.size
-            if length > _READ_BYTES - HEADER.size:
-                self._begin_large(kind, length, begin)
-                continue
-            if available < HEADER.size + length:
+            if end > received:
+                if length > _READ_BYTES - _HEADER_BYTES:
+                    self._begin_large(kind, length, begin)
                 return
-            self._start = begin + length
-            yield kind, self._view[begin : begin + length]
+            self._start = start = end
+            yield kind, view[begin:end]
 
     def _begin_large(self, kind: int, length: int, begin: int) -> None:
         self._large = bytearray(self._view[begin : self._end])

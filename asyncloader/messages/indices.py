@@ -1,13 +1,13 @@
 """Indices of a batch as an array, for datasets whose rows are gathered: nobody of the user's sees them there.
 
-    Plan ── Indices: a list, with the array beside it ── pack_tickets: Numbers: the array alone ──> gather
+    Plan ── Indices: a list, with the array beside it ── pickle_tickets: the array alone ──> Indices ──> gather
 
 To pickle, unpickle, check and convert a thousand ints takes as long as to gather a hundred kB of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,36 +29,16 @@ class Indices(list[int]):
     def __reduce__(self) -> Any:
         return list, (list(self),)
 
-    def travelling(self) -> Numbers:
-        """Return what a worker gets."""
-        return Numbers(self.array)
+    def reduce_for_worker(self) -> Any:
+        """Return what a pickler makes of them in a ticket: in a quarter of the time of the array's own way."""
+        return _from_memory, (bytearray(self.array.data),)
 
 
-class Numbers:
-    """An array of indices on its way, of which Python's own ints come out."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: NDArray[np.int64]) -> None:
-        self.array = array
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.array.tolist())
-
-    def __getitem__(self, at: int | slice) -> Any:
-        return self.array[at].tolist()
-
-    def __reduce__(self) -> Any:
-        return _from_memory, (bytearray(self.array.data),)  # in a quarter of the time of the array's own way
-
-
-def _from_memory(memory: bytearray) -> Numbers:
-    return Numbers(np.frombuffer(memory, np.int64))
+def _from_memory(memory: bytearray) -> Indices:
+    array = np.frombuffer(memory, np.int64)
+    return Indices(array.tolist(), array)
 
 
 def listed(keys: Any) -> Any:
     """Return keys as user code is to see them."""
-    return list(keys) if type(keys) is Numbers or type(keys) is Indices else keys
+    return list(keys) if type(keys) is Indices else keys

@@ -9,7 +9,7 @@
                        WHERE    ticket                        tell at which awaits the samples of this ticket are
                        END      nothing                       finish: clean up and leave
                        CONFIRM  number of the run             answer to ENDING
-    worker -> parent   UP       True; nothing: no arena here  the generators are free; what follows is the user's code
+    worker -> parent   UP       nothing                       the generators are free; what follows is the user's code
                        READY    nothing                       the dataset is open, `worker_init_fn` has run
                        BATCH, FAILURE, REFUSED, LEFT_OUT,
                        EXHAUSTED                              what has become of a ticket

@@ -26,6 +26,9 @@ from asyncloader.messages.messages import Kind
 from asyncloader.observe.record import Record
 
 _HEAD = struct.Struct("<QQQddddddQdQ")  # a record, and how many bytes of extras follow
+_HEAD_BYTES, _unpack_head = _HEAD.size, _HEAD.unpack_from
+_BATCH, _ERRORS = Kind.BATCH, (Kind.FAILURE, Kind.REFUSED)
+_new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 NO_RECORD = Record(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Of an outcome that no worker has come to."""
@@ -96,27 +99,26 @@ def unpack(kind: int, body: memoryview, decode: Decode) -> Outcome:
     Raises:
         BadFrame: these bytes are no outcome.
     """
-    if len(body) < _HEAD.size:
+    if len(body) < _HEAD_BYTES:
         raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, which is too short")
-    fields = _HEAD.unpack_from(body)
-    record, extras_bytes = Record._make(fields[:-1]), fields[-1]
-    begin = _HEAD.size + extras_bytes
-    if begin > len(body):
-        raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, {extras_bytes} of them extras")
+    *fields, extras_bytes = _unpack_head(body)
+    begin = _HEAD_BYTES + extras_bytes
     data, error, bad, snapshot, nbytes = None, None, (), None, 0
     try:
-        if kind == Kind.BATCH:  # whatever the extras are: the slabs that it names have to be known
+        if kind == _BATCH:  # whatever the extras are: the slabs that it names have to be known
             data, nbytes = decode(body[begin:])
-        elif kind in (Kind.FAILURE, Kind.REFUSED):
+        elif kind in _ERRORS:
             error = pickle.loads(body[begin:])
     except BaseException as raised:
         kind, error = Kind.FAILURE, _readable(raised)
     if extras_bytes:
+        if begin > len(body):
+            raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, {extras_bytes} of them extras")
         try:
-            bad, snapshot = pickle.loads(body[_HEAD.size : begin])
+            bad, snapshot = pickle.loads(body[_HEAD_BYTES:begin])
         except BaseException as raised:
             kind, data, error, nbytes = Kind.FAILURE, None, _readable(raised), 0
-    return Outcome(kind, record, data, error, bad, snapshot, nbytes)
+    return _new(Outcome, (kind, _new(Record, fields), data, error, bad, snapshot, nbytes))
 
 
 def _readable(error: BaseException) -> Exception:

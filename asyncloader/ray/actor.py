@@ -221,6 +221,4 @@ class _BuffersApart(Encoder):
         return self._recycler.allocate(nbytes) if nbytes >= RECYCLED_MIN else None
 
     def _framed(self, stream: bytes) -> list[Any]:
-        parts = [stream, *(contents.data for contents in self._raw)]
-        self._put_back()
-        return parts
+        return [stream, *(contents.data for contents in self._raw)]

@@ -36,7 +36,7 @@ from asyncloader.messages.pickled_spec import pickle_by_value
 from asyncloader.messages.tickets import pack_tickets, pickle_tickets
 from asyncloader.ray.actor import Hello, Message
 from asyncloader.ray.facts import differences, facts
-from asyncloader.transport.slab import slab_pool
+from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
@@ -245,8 +245,7 @@ class RayPool(BasePool[RayWorker]):
             parts = [memoryview(part) for part in pickle_by_value(spec)]
         self._are_read_only = [part.readonly for part in parts]
         self._parts = ray.put([np.frombuffer(part, np.uint8) for part in parts])  # travels once to each node
-        self._slabs = slab_pool()
-        self._slabs.loop = loop.loop
+        self._recycler = Recycler()
         self._look: TimerHandle | None = None
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
@@ -302,7 +301,7 @@ class RayPool(BasePool[RayWorker]):
         """Give the worker tickets; return those whose keys cannot be pickled."""
         pickled, refused = pickle_tickets(tickets, _pickled_keys)
         if pickled:
-            self.processes[worker].tell(Kind.TICKETS, pack_tickets(pickled))
+            self.processes[worker].tell(Kind.TICKETS, b"".join(pack_tickets(pickled)))
         return refused
 
     # ---------------------------------------------------------------------------------------------------- receiving
@@ -339,18 +338,19 @@ class RayPool(BasePool[RayWorker]):
         self.on_message(worker, kind, outcome._replace(record=record), arrived_at)
 
     def _decode(self, buffers: Sequence[Any], payload: memoryview) -> tuple[Any, int]:
+        self._recycler.begin_batch()
         own = [self._copy(buffer) for buffer in buffers]  # Ray's memory cannot be written to
         return pickle.loads(payload, buffers=own), len(payload) + sum(map(len, own))
 
     def _copy(self, buffer: Any) -> memoryview:
-        memory = self._slabs.receive(len(buffer)) or memoryview(bytearray(len(buffer)))
+        memory = self._recycler.allocate(len(buffer)) if len(buffer) >= RECYCLED_MIN else None
+        memory = memory or memoryview(bytearray(len(buffer)))
         np.copyto(np.frombuffer(memory, np.uint8), buffer)
         return memory
 
     def _close(self) -> None:
         if self._look is not None:
             self._look.cancel()
-        self._slabs.plan_trim()
         super()._close()
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 PAGE = mmap.PAGESIZE
 _IS_DARWIN = sys.platform == "darwin"
+_MAP_FIXED = 0x10  # on Linux and macOS
 _MAP_NORESERVE = 0 if _IS_DARWIN else 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _FALLOC_PUNCH_HOLE = 0x02 | 0x01  # with FALLOC_FL_KEEP_SIZE
@@ -39,6 +40,22 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+_exporters: dict[int, Any] = {}  # types, by the length of the number of bytes
+
+
+def exporter_at(address: int, nbytes: int) -> Any:
+    """Return an object that exports the memory there, as the buffer protocol has it, and can be weakly referred to.
+
+    All tensors, arrays and views of the memory refer to this object. Its type is the ctypes array of the next power of
+    two, since ctypes never frees array types; so it exports more than `nbytes`.
+    """
+    bits = nbytes.bit_length()
+    kind = _exporters.get(bits)
+    if kind is None:
+        kind = _exporters[bits] = ctypes.c_ubyte * (1 << bits)
+    return kind.from_address(address)
 
 
 def create(size: int) -> Arena | None:
@@ -109,6 +126,13 @@ class Arena:
             return False
         fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
         return bool(fallocate(self._fd, _FALLOC_PUNCH_HOLE, offset, length) == 0)
+
+    def put_apart(self, offset: int, contents: bytes) -> None:
+        """Have memory of this process alone, with these contents, in the place of a region that is shared."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        address = self.base + offset
+        if _libc.mmap(address, len(contents), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != _MAP_FAILED:
+            ctypes.memmove(address, contents, len(contents))
 
     def close(self) -> None:
         """Unmap. Nothing may refer to the memory any more."""

@@ -11,17 +11,16 @@ as well, as the last entry.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 import threading
 from collections import ChainMap
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import cloudpickle
 import numpy as np
 
-from asyncloader.transport.free_list import Region
 from asyncloader.transport.heap import Heap
 from asyncloader.transport.tensors import INLINE_MAX, Array, Reducers
 
@@ -33,30 +32,10 @@ RAW = -1
 """In an entry, in place of a region: the next of the raw buffers."""
 _FRAMED = 1
 _HEAD = struct.Struct("<BBxxIQ")  # _FRAMED, whether the pickle is in a region, entries, bytes of the pickle
-_ENTRY = struct.Struct("<qqqq")
+_ENTRY = struct.Struct("<qqqq")  # offset of the region in the arena, or RAW; its capacity; offset in it, bytes
 
 Open: TypeAlias = "Callable[[int, int], memoryview]"
 """Begins the lease of a region, which is known by its offset in the arena and its capacity."""
-
-
-class _Entry(NamedTuple):
-    region: int  # its offset in the arena, or RAW
-    capacity: int  # of the region
-    offset: int  # in the region
-    nbytes: int
-
-
-class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Takes what plain pickle refuses: lambdas, classes of a notebook (which come out as the parent's own classes)."""
-
-    def __init__(self, stream: io.BytesIO, table: Reducers, collect: Callable[[pickle.PickleBuffer], Any]) -> None:
-        self._table = ChainMap(table, cloudpickle.Pickler.dispatch_table)
-        super().__init__(stream, 5, buffer_callback=collect)
-
-    @property
-    def dispatch_table(self) -> Any:
-        """The table, for the C code, which asks as it begins. An attribute would be hidden behind cloudpickle's own."""
-        return self._table
 
 
 class Encoder:
@@ -72,10 +51,9 @@ class Encoder:
         self._heap = heap
         self._thread = 0  # that has entered it
         self._reducers = Reducers(self._place)
-        self._entries: list[_Entry] = []
+        self._entries: list[tuple[int, int, int, int]] = []
         self._raw: list[Array] = []
-        self._regions: list[Region] = []  # that the entries are in
-        self._borrowed: list[Region] = []  # those of them that nothing refers to
+        self._copies: list[memoryview] = []  # in slabs, which nothing else refers to before they are sent
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
@@ -94,14 +72,11 @@ class Encoder:
             try:
                 stream = self._dump(batch, self._pickler)
             except (pickle.PicklingError, TypeError, AttributeError) as error:
-                self._put_back()
+                self._forget()
                 stream = self._dump_by_value(batch, error)
-        except BaseException:
-            self._put_back()
-            raise
+            return self._framed(stream)
         finally:
-            self._reducers.forget()
-        return self._framed(stream)
+            self._forget()
 
     def allocate(self, nbytes: int) -> memoryview | None:
         """Return memory in a slab for a tensor of the batch; None if it has to be allocated as ever."""
@@ -110,8 +85,15 @@ class Encoder:
             return None
         return self._heap.allocate(nbytes) if nbytes > INLINE_MAX else None
 
-    def leave_heap(self) -> None:
-        """Take no slabs any more: this process is a fork, and the heap is that of the worker that forked it."""
+    def watch_forks(self) -> None:
+        """Have children that this process forks, as collate_fn may, take no slabs and keep what they look at."""
+        if (heap := self._heap) is not None:
+            forks = {"before": heap.before_fork, "after_in_parent": heap.after_fork}
+            os.register_at_fork(**forks, after_in_child=self._leave_heap)
+
+    def _leave_heap(self) -> None:
+        assert self._heap is not None
+        self._heap.leave()
         self._heap = None
 
     # --------------------------------------------------------------------------------------------------- pickling
@@ -119,7 +101,7 @@ class Encoder:
         stream = io.BytesIO()
         make_pickler(stream).dump(batch)
         if self._reducers.find_shared():
-            self._put_back()
+            self._forget_places()
             stream = io.BytesIO()
             make_pickler(stream).dump(batch)
         return stream.getvalue()
@@ -130,9 +112,8 @@ class Encoder:
         return pickler
 
     def _dump_by_value(self, batch: Any, error: Exception) -> bytes:
-        self._reducers.forget()
         try:
-            return self._dump(batch, lambda stream: _CloudPickler(stream, self._reducers, self._is_in_band))
+            return self._dump(batch, lambda stream: by_value(stream, self._reducers, self._is_in_band))
         except (pickle.PicklingError, TypeError, AttributeError):
             raise error from None
 
@@ -154,65 +135,66 @@ class Encoder:
             address: of the memory that `array` fills without gaps; 0 if there are gaps.
             array: what to send; in C order if there are gaps.
         """
-        if self._heap is None or not self._place_in_slab(self._heap, address, array):
+        if not ((address and self._enter(address, array.nbytes)) or self._copy(array, has_gaps=not address)):
             contents = bytes_of(array)
-            self._entries.append(_Entry(RAW, 0, 0, contents.nbytes))
+            self._entries.append((RAW, 0, 0, contents.nbytes))
             self._raw.append(contents)
         return _PLACED
 
-    def _place_in_slab(self, heap: Heap, address: int, array: Array) -> bool:
-        found = heap.locate(address, array.nbytes) if address else None
-        if found is not None:
-            self._enter(*found, array.nbytes)
-            return True
-        if (region := self._borrow(heap, array.nbytes)) is None:
+    def _enter(self, address: int, nbytes: int) -> bool:
+        """Note the place of memory that is in a slab of this process; False if it is elsewhere."""
+        if self._heap is None or (found := self._heap.locate(address, nbytes)) is None:
             return False
-        memory = heap.memory_of(region)
-        if address:
-            np.copyto(np.frombuffer(memory, np.uint8, array.nbytes), bytes_of(array))
-        else:
-            np.copyto(np.ndarray(array.shape, array.dtype, memory), array)
+        region, offset = found
+        self._entries.append((region.offset, region.capacity, offset, nbytes))
         return True
 
-    def _borrow(self, heap: Heap, nbytes: int) -> Region | None:
-        """Take a region to copy into."""
-        if (region := heap.take(nbytes)) is not None:
-            self._borrowed.append(region)
-            self._enter(region, 0, nbytes)
-        return region
-
-    def _enter(self, region: Region, offset: int, nbytes: int) -> None:
-        self._regions.append(region)
-        self._entries.append(_Entry(region.offset, region.capacity, offset, nbytes))
-
-    def _put_back(self) -> None:
-        """Undo what was placed."""
-        for region in self._borrowed:
-            assert self._heap is not None
-            self._heap.put_back(region)
-        self._forget()
+    def _copy(self, array: Array, *, has_gaps: bool = False) -> bool:
+        """Copy an array into a slab; False if there is none."""
+        if self._heap is None or (memory := self._heap.allocate(array.nbytes)) is None:
+            return False
+        copy = np.frombuffer(memory, np.uint8)
+        if has_gaps:
+            np.copyto(np.ndarray(array.shape, array.dtype, memory), array)
+        else:
+            np.copyto(copy, bytes_of(array))
+        self._copies.append(memory)
+        return self._enter(copy.ctypes.data, copy.nbytes)
 
     def _forget(self) -> None:
-        for placed in (self._entries, self._raw, self._regions, self._borrowed):
+        self._reducers.forget()
+        self._forget_places()
+
+    def _forget_places(self) -> None:
+        """Copies that were not sent are free again with this: nothing refers to them."""
+        for placed in (self._entries, self._raw, self._copies):
             placed.clear()
 
     # ---------------------------------------------------------------------------------------------------- framing
     def _framed(self, stream: bytes) -> list[Any]:
-        heap, is_placed = self._heap, False
-        if heap is not None and len(stream) > STREAM_MAX and (region := self._borrow(heap, len(stream))) is not None:
-            heap.memory_of(region)[: len(stream)] = stream
-            is_placed = True
+        is_placed = len(stream) > STREAM_MAX and self._copy(np.frombuffer(stream, np.uint8))
         if not self._entries:
             return [stream]
         head = bytearray(_HEAD.pack(_FRAMED, is_placed, len(self._entries), 0 if is_placed else len(stream)))
         for entry in self._entries:
             head += _ENTRY.pack(*entry)
-        for region in self._regions:
-            assert heap is not None
-            heap.send(region)
-        parts = [head, b"" if is_placed else stream, *(contents.data for contents in self._raw)]
-        self._forget()
-        return parts
+            if entry[0] != RAW:
+                assert self._heap is not None
+                self._heap.send(entry[0])
+        return [head, b"" if is_placed else stream, *(contents.data for contents in self._raw)]
+
+
+def by_value(stream: io.BytesIO, table: Any, collect: Callable[[pickle.PickleBuffer], Any]) -> pickle.Pickler:
+    """Return a pickler that takes what plain pickle refuses: lambdas, classes of a notebook.
+
+    These come out as the parent's own classes.
+    """
+    import cloudpickle  # here: hardly any worker needs it
+
+    pickler: pickle.Pickler = cloudpickle.Pickler(stream, 5, buffer_callback=collect)
+    # The C code's own attribute, which is hidden behind that of cloudpickle's class.
+    pickle.Pickler.dispatch_table.__set__(pickler, ChainMap(table, cloudpickle.Pickler.dispatch_table))  # type: ignore[attr-defined]
+    return pickler
 
 
 def decode(payload: Any, open_region: Open | None = None) -> tuple[Any, int]:
@@ -229,33 +211,34 @@ def decode(payload: Any, open_region: Open | None = None) -> tuple[Any, int]:
     _, is_placed, num_entries, stream_bytes = _HEAD.unpack_from(view)
     at = _HEAD.size + num_entries * _ENTRY.size
     check_inside(at, stream_bytes, len(view))
-    entries = [_Entry(*fields) for fields in _ENTRY.iter_unpack(view[_HEAD.size : at])]
-    buffers = _buffers(entries, view[at + stream_bytes :], open_region)
+    buffers, nbytes = _buffers(view[_HEAD.size : at], view[at + stream_bytes :], open_region)
     stream = buffers.pop() if is_placed else view[at : at + stream_bytes]
-    nbytes = len(view) + sum(e.nbytes for e in entries if e.region != RAW)
-    return pickle.loads(stream, buffers=buffers), nbytes
+    return pickle.loads(stream, buffers=buffers), len(view) + nbytes
 
 
-def _buffers(entries: list[_Entry], raw: memoryview, open_region: Open | None) -> list[memoryview]:
-    """The memory of each entry: in the arena, or a copy, since a label kept must not hold the whole payload."""
-    buffers = []
+def _buffers(entries: memoryview, raw: memoryview, open_region: Open | None) -> tuple[list[memoryview], int]:
+    """The memory of each entry: in the arena, or a copy, since a label kept must not hold the whole payload.
+
+    And how many bytes are in the arena.
+    """
+    buffers, in_arena = [], 0
     regions: dict[int, memoryview] = {}
-    for entry in entries:
-        number = entry.region
-        if number == RAW:
-            check_inside(0, entry.nbytes, len(raw))
-            copy = np.empty(entry.nbytes, np.uint8)
-            copy[:] = np.frombuffer(raw, np.uint8, entry.nbytes)
-            raw = raw[entry.nbytes :]
+    for region, capacity, offset, nbytes in _ENTRY.iter_unpack(entries):
+        if region == RAW:
+            check_inside(0, nbytes, len(raw))
+            copy = np.empty(nbytes, np.uint8)
+            copy[:] = np.frombuffer(raw, np.uint8, nbytes)
+            raw = raw[nbytes:]
             buffers.append(copy.data)
             continue
-        if number not in regions:
+        if region not in regions:
             if open_region is None:
-                raise LookupError(f"the payload names the slab at {number}, and nobody knows slabs here")
-            regions[number] = open_region(number, entry.capacity)
-        check_inside(entry.offset, entry.nbytes, len(regions[number]))
-        buffers.append(regions[number][entry.offset : entry.offset + entry.nbytes])
-    return buffers
+                raise LookupError(f"the payload names the slab at {region}, and nobody knows slabs here")
+            regions[region] = open_region(region, capacity)
+        check_inside(offset, nbytes, len(regions[region]))
+        buffers.append(regions[region][offset : offset + nbytes])
+        in_arena += nbytes
+    return buffers, in_arena
 
 
 def check_inside(offset: int, nbytes: int, there: int) -> None:

@@ -11,24 +11,23 @@ from asyncloader.transport.arena import PAGE
 class Region:
     """A part of the arena that has memory."""
 
-    __slots__ = ("capacity", "offset", "unused")
+    __slots__ = ("capacity", "offset")
 
     def __init__(self, offset: int, capacity: int) -> None:
         self.offset = offset  # in the arena
         self.capacity = capacity
-        self.unused = 0  # bytes, while it is in use
 
     def __repr__(self) -> str:
         return f"<Region of {self.capacity} bytes at {self.offset:#x}>"
 
 
-def fits(nbytes: int, capacity: int, is_loose: bool = False) -> bool:
-    """Whether a region that is there should serve a buffer, rather than a new one.
+def fits(nbytes: int, capacity: int) -> bool:
+    """Whether memory that is there should serve a buffer, rather than new memory.
 
-    The region may be a quarter too large: whoever keeps the buffer keeps all of the region. Batches whose sizes vary
-    would then find nothing most of the time, so as long as little is lost (`is_loose`) it may be four times as large.
+    It may be twice as large. Whoever keeps the buffer keeps all of it; but batches whose sizes vary would find nothing
+    most of the time if it had to fit closely.
     """
-    return nbytes <= capacity <= nbytes + max(3 * nbytes if is_loose else nbytes >> 2, 8 * PAGE)
+    return nbytes <= capacity <= 2 * nbytes + 8 * PAGE
 
 
 def capacity_for(nbytes: int) -> int:
@@ -68,10 +67,10 @@ class FreeList:
         self._by_age[region.offset] = region
         self.nbytes += region.capacity
 
-    def take(self, nbytes: int, is_loose: bool) -> Region | None:
+    def take(self, nbytes: int) -> Region | None:
         """Remove and return the best fit for a buffer."""
         i = bisect.bisect_left(self._capacities, nbytes)
-        if i == len(self._capacities) or not fits(nbytes, self._capacities[i], is_loose):
+        if i == len(self._capacities) or not fits(nbytes, self._capacities[i]):
             return None
         return self._remove(self._by_capacity[self._capacities[i]], -1)
 

@@ -1,7 +1,7 @@
 """A heap: the addresses of the arena that one process carves slabs from and uses again, by itself.
 
       cold ── carve ──> taken ── sent in a payload ──> the parent's ── returned with a later ticket ──┐
-       ^                ^  └── its last reference here died, or it was not sent ──> idle <────────────┤
+       ^                ^  └── its last reference here died before ──> idle <─────────────────────────┤
        │                └──────────────────── taken again ───────────────────────────┘ │              │
        └─ sweep ────────────────────────────────────────────────────────────────────────┘              │
                         taken <── something here still refers to it (a cache of collated batches, say) ┘
@@ -9,30 +9,28 @@
 Only the owner of a heap writes to it, and only to what is neither sent nor referred to here. So there is nothing to ask
 the parent for, and nothing that the parent could give away: the parent only says when nobody there looks at a slab any
 more. (mimalloc's heaps of threads are such owners, and get blocks that others free as lists in the same way.)
-
-Each worker process has a heap; the trainer's process has one as well, for keys and for what it receives itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Iterable
+from threading import get_ident
 from time import monotonic
 from typing import Any
 
 from asyncloader import machine
-from asyncloader.transport.arena import Arena, Extents
-from asyncloader.transport.exporter import exporter_at
+from asyncloader.transport.arena import Arena, Extents, exporter_at
 from asyncloader.transport.free_list import FreeList, Region, capacity_for, gaps
 
 PERIOD_S = 5.0  # use is looked at in periods: what neither this one nor the last one needed is given back
-LOSS_BYTES = 8 << 20  # with more than that unused in regions that are in use, they have to fit better
 SWEEP_BYTES = 4 << 20  # given back at a time: 1 ms
 _LOOK_EVERY_S = 1.0  # how much memory there is: to read the files takes 0.1 ms
 
 
 class Heap:
-    """The slabs of one process. For one thread of it, the one that serves, or the trainer's loop.
+    """The slabs of one worker process. For the thread of it that serves.
 
     Made by the trainer, which a worker inherits it from, or which pickles it while the worker is launched.
 
@@ -67,21 +65,18 @@ class Heap:
         regions = self.regions()
         self._cold = Extents(gaps(first, first + length, regions))
         self._reserved = sum(each.capacity for each in regions)
-        self._unused = 0  # bytes, of what is in use
-        self._peaks = [0, 0]  # bytes in use at most, in the last period and in this one
+        # Bytes in use at most, in the last period and in this one. What the owner before has left is kept at first.
+        self._peaks = [0, self._reserved]
         self._period_ends = 0.0
         self._share = share
         self._max_bytes = max_bytes
         self._limit = 0
         self._looked_at = -_LOOK_EVERY_S
+        # By the thread that forks: offsets and contents of what its child may look at.
+        self._copies: dict[int, list[tuple[int, bytes]]] = {}
 
     def __repr__(self) -> str:
-        return f"<Heap reserved={self._reserved} idle={self.idle_bytes} taken={[*self._taken]} sent={[*self._sent]}>"
-
-    @property
-    def idle_bytes(self) -> int:
-        """What could be given back."""
-        return self._idle.nbytes
+        return f"<Heap reserved={self._reserved} idle={self._idle.nbytes} taken={[*self._taken]} sent={[*self._sent]}>"
 
     def regions(self) -> list[Region]:
         """Return all that has memory."""
@@ -90,56 +85,28 @@ class Heap:
     # -------------------------------------------------------------------------------------------------- getting slabs
     def allocate(self, nbytes: int) -> memoryview | None:
         """Return memory for a part of a batch, free again when nothing refers to it; None: there is none to be had."""
-        if (region := self.take(nbytes)) is None:
-            return None
-        exporter = self._exporter(region)
-        self._taken[region.offset] = region, weakref.ref(exporter)
-        return memoryview(exporter).cast("B")[:nbytes]
-
-    def take(self, nbytes: int) -> Region | None:
-        """Return a region that nobody uses, which is then sent or put back; None: there is none to be had."""
-        self.turn()
-        region = self._fitting(nbytes)
+        self._give_back_surplus()
+        region = self._idle.take(nbytes)
         if region is None and self._taken:
             self._recover()
-            region = self._fitting(nbytes)
+            region = self._idle.take(nbytes)
         if region is None and (region := self._carve(capacity_for(nbytes))) is None:
             return None
-        region.unused = region.capacity - nbytes
-        self._unused += region.unused
         self._peaks[1] = max(self._peaks[1], self._in_use)
-        return region
-
-    def put_back(self, region: Region) -> None:
-        """Make a region idle that nobody uses any more."""
-        self._unused -= region.unused
-        region.unused = 0
-        self._idle.put(region)
-
-    def memory_of(self, region: Region) -> memoryview:
-        """Return the memory of a region."""
-        return memoryview(self._exporter(region)).cast("B")[: region.capacity]
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return memory that the parent has written into, in its own heap: to be read before the next answer."""
-        return memoryview(exporter_at(self.arena.base + offset, nbytes)).cast("B")[:nbytes]
-
-    def _exporter(self, region: Region) -> Any:
-        return exporter_at(self.arena.base + region.offset, region.capacity)
+        exporter = exporter_at(self.arena.base + region.offset, region.capacity)
+        self._taken[region.offset] = region, weakref.ref(exporter)
+        return memoryview(exporter).cast("B")[:nbytes]
 
     @property
     def _in_use(self) -> int:
         return self._reserved - self._idle.nbytes
-
-    def _fitting(self, nbytes: int) -> Region | None:
-        return self._idle.take(nbytes, self._unused < LOSS_BYTES)
 
     def _recover(self) -> None:
         """Find regions whose last reference has died: of what never became part of a batch, or came back before."""
         for region, ref in list(self._taken.values()):
             if ref() is None:
                 del self._taken[region.offset]
-                self.put_back(region)
+                self._idle.put(region)
 
     def _carve(self, capacity: int) -> Region | None:
         self._peaks[1] = max(self._peaks[1], self._in_use + capacity)
@@ -172,42 +139,32 @@ class Heap:
         return reserved + capacity <= self._limit and self._reserved + capacity <= self._limit // self._share
 
     # ------------------------------------------------------------------------------------------------- giving back
-    def turn(self) -> bool:
-        """Note the end of a period, and give some of the surplus back; return whether there was some to be given."""
+    def _give_back_surplus(self) -> None:
+        """Note the end of a period, and give some of what was not needed lately back.
+
+        An eighth over the recent peak may stay reserved without being in use, for sizes that vary.
+        """
         if (now := monotonic()) >= self._period_ends:
             self._period_ends = now + PERIOD_S
             self._peaks = [self._peaks[1], self._in_use]
-        return self.has_surplus and self._sweep(SWEEP_BYTES, self._keep)
-
-    @property
-    def has_surplus(self) -> bool:
-        """Whether there is something idle that was not needed lately."""
-        return self._reserved > self._keep and self._idle.nbytes > 0
-
-    @property
-    def _keep(self) -> int:
-        """Bytes that may stay reserved without being in use: an eighth over the recent peak, for sizes that vary."""
         peak = max(self._peaks)
-        return peak and peak + (peak >> 3) + SWEEP_BYTES
+        self._sweep(SWEEP_BYTES, keep=peak + (peak >> 3) + SWEEP_BYTES)
 
     def trim(self) -> None:
         """Give all that is idle back."""
         self._recover()
         self._sweep(self._reserved, keep=0)
 
-    def _sweep(self, nbytes: int, keep: int) -> bool:
-        """Give idle regions back, oldest first, at least `nbytes` of them, until no more than `keep` are reserved.
-
-        False if the platform cannot punch holes: what is reserved stays, to be used again.
-        """
+    def _sweep(self, nbytes: int, keep: int) -> None:
+        """Give idle regions back, oldest first, at least `nbytes` of them, until no more than `keep` are reserved."""
         while nbytes > 0 and self._reserved > keep and (region := self._idle.take_oldest()) is not None:
             if not self.arena.punch(region.offset, region.capacity):
+                # The platform cannot punch holes: what is reserved stays, to be used again.
                 self._idle.put(region)
-                return False
+                return
             self._cold.give(region.offset, region.capacity)
             self._reserved -= region.capacity
             nbytes -= region.capacity
-        return True
 
     # ------------------------------------------------------------------------------------------------- sending slabs
     def locate(self, address: int, nbytes: int) -> tuple[Region, int] | None:
@@ -215,17 +172,17 @@ class Heap:
         at = address - self.arena.base
         if not 0 <= at < self.arena.size:
             return None
-        for region, _ in self._taken.values():
+        first = self._taken.get(at)  # as a rule it begins there
+        for region, _ in self._taken.values() if first is None else (first,):
             offset = at - region.offset
             if 0 <= offset <= region.capacity - nbytes:
                 return region, offset
         return None
 
-    def send(self, region: Region) -> None:
-        """Note that a region is the parent's now: it is not written again before it is returned."""
-        if region.offset not in self._sent:
-            _, ref = self._taken.pop(region.offset, (region, None))
-            self._sent[region.offset] = region, ref
+    def send(self, offset: int) -> None:
+        """Note that the region there is the parent's now: it is not written again before it is returned."""
+        if offset not in self._sent:  # it may be in a payload twice
+            self._sent[offset] = self._taken.pop(offset)
 
     def returned(self, offsets: Iterable[int]) -> None:
         """Take regions back that nobody in the parent looks at any more."""
@@ -236,4 +193,24 @@ class Heap:
             if ref is not None and ref() is not None:
                 self._taken[offset] = region, ref
             else:
-                self.put_back(region)
+                self._idle.put(region)
+
+    # ----------------------------------------------------------------------------------------------------- forks
+    def before_fork(self) -> None:
+        """Copy what this process refers to: a child that it forks has the same memory, and may look for longer."""
+        self._copies[get_ident()] = [
+            (region.offset, ctypes.string_at(self.arena.base + region.offset, region.capacity))
+            for region, ref in [*self._taken.values(), *self._sent.values()]
+            if ref is not None and ref() is not None
+        ]
+
+    def after_fork(self) -> None:
+        """Drop the copies, in this process."""
+        del self._copies[get_ident()]
+
+    def leave(self) -> None:
+        """In the child: have the copies in the places of the regions, which the parent goes on writing to."""
+        for offset, contents in self._copies[get_ident()]:
+            self.arena.put_apart(offset, contents)
+        for places in (self._copies, self._taken, self._sent):
+            places.clear()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copyreg
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -152,7 +152,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         self[np.ndarray] = self._reduce_array
         self[Span] = self._reduce_span
         self._place = place
-        self._seen: list[_Seen] = []
+        self.seen: MutableSequence[_Seen] = []
         self._shared: list[_Extent] = []
         self._spans: dict[_Extent, Span] = {}
 
@@ -164,17 +164,17 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
 
     def forget(self) -> None:
         """Begin another batch."""
-        self._seen.clear()
+        self.seen.clear()
         self._spans.clear()
         self._shared.clear()
 
     # -- shared memory inside a batch
     def find_shared(self) -> bool:
         """Whether tensors of the batch just dumped are to have memory in common, which they get in the next dump."""
-        if len(self._seen) < 2 or self._shared:
+        if len(self.seen) < 2 or self._shared:
             return False
-        self._shared = _to_share(self._seen)
-        self._seen.clear()
+        self._shared = _to_share(self.seen)
+        self.seen.clear()
         return bool(self._shared)
 
     def _span_of(self, tensor: torch.Tensor, start: int, end: int) -> Span | None:
@@ -203,7 +203,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         if self._shared or not tensor.is_contiguous():
             return self._reduce_strided(tensor, requires_grad=False)
         nbytes = array.nbytes
-        self._seen.append((start, start + nbytes, nbytes))
+        self.seen.append((start, start + nbytes, nbytes))
         # ._buffer(), written out: this is the way of most small tensors
         is_inline = nbytes <= INLINE_MAX
         buffer = bytearray(array.tobytes()) if is_inline else self._place(start, array)
@@ -244,7 +244,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         if span is not None:
             return _strided, (code, shape, strides, start - span.start, span, requires_grad)
         flat, strides = _flat(tensor.view(carrier(tensor.dtype)), length)
-        self._seen.append((start, start + length, min(flat.nbytes, tensor.nbytes)))
+        self.seen.append((start, start + length, min(flat.nbytes, tensor.nbytes)))
         return _strided, (code, shape, strides, 0, Span(flat.view(torch.uint8)), requires_grad)
 
     # -- arrays
@@ -319,7 +319,7 @@ def _flat(tensor: torch.Tensor, length: int) -> tuple[torch.Tensor, tuple[int, .
     return tensor.as_strided((length // tensor.itemsize,), (1,)), strides
 
 
-def _to_share(seen: list[_Seen]) -> list[_Extent]:
+def _to_share(seen: Sequence[_Seen]) -> list[_Extent]:
     """Extents, in order, of two tensors or more that overlap, of at most twice the bytes of all their elements.
 
     Where tensors that are mostly gaps make an extent too large, it is that of the others, with those that lie within.

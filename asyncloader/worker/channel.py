@@ -17,9 +17,9 @@ class WorkerChannel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._incoming = FrameBuffer()
-        self._frames: deque[tuple[int, bytes]] = deque()
+        self._frames: deque[tuple[int, Buffer]] = deque()
 
-    def receive(self, *, wait: bool) -> tuple[int, bytes] | None:
+    def receive(self, *, wait: bool) -> tuple[int, Buffer] | None:
         """Return the next frame; None if there is none and ``wait`` is false.
 
         Raises:
@@ -35,7 +35,8 @@ class WorkerChannel:
                 return None
             if count == 0:
                 raise EOFError("the parent closed the channel")
-            self._frames.extend((kind, bytes(body)) for kind, body in self._incoming.frames())
+            frames = self._incoming.frames()
+            self._frames.extend((kind, body if body.readonly else bytes(body)) for kind, body in frames)
         return self._frames.popleft()
 
     def fileno(self) -> int:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Subset, TensorDataset
 
-from asyncloader.messages.indices import Indices, Numbers
+from asyncloader.messages.indices import Indices
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, is_collated, seeds_samples
 from asyncloader.transport.collate import is_default, stacks_tuples
@@ -116,7 +116,7 @@ def _picked(indices: Any, keys: Any) -> Any:
 
 def _numbers(keys: Any, count: int) -> Array:
     """Return keys as numbers from 0 on below ``count``."""
-    if type(keys) is Numbers or type(keys) is Indices:
+    if type(keys) is Indices:
         numbers = keys.array
     elif type(keys) is np.ndarray and keys.ndim == 1 and keys.dtype.type in _WHOLE_NUMBERS:
         numbers = keys.astype(np.int64)

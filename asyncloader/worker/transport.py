@@ -22,9 +22,10 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.messages.failure import RemoteError
+from asyncloader.messages.frames import Buffer
 from asyncloader.messages.messages import Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome, pack
-from asyncloader.messages.tickets import PickledKeys, unpack_tickets
+from asyncloader.messages.tickets import unpack_tickets
 from asyncloader.seeding.generators import unlock_in_child
 from asyncloader.seeding.seeder import seed_worker
 from asyncloader.seeding.turns import own_generators
@@ -116,7 +117,7 @@ class ProcessTransport(WorkerTransport):
         unlock_in_child()
         own_generators()
         torch.default_generator.get_state()  # never returns where a thread of the parent held its lock at the fork
-        self.send(Kind.UP, None if self._heap is None else True)
+        self.send(Kind.UP)
 
     def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Seed the generators, become a worker in torch's eyes."""
@@ -125,7 +126,7 @@ class ProcessTransport(WorkerTransport):
             id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=open_dataset()
         )
         self._stacker = collate.install(self._encoder)
-        os.register_at_fork(after_in_child=self._encoder.leave_heap)  # collate_fn itself may fork
+        self._encoder.watch_forks()
 
     def leave(self) -> None:
         """Let go of the dataset that ``get_worker_info()`` refers to, and leave the heap to the next worker."""
@@ -149,18 +150,16 @@ class ProcessTransport(WorkerTransport):
             return kind, self._tickets(body)
         return kind, pickle.loads(body) if body else None
 
-    def _tickets(self, body: bytes) -> list[tuple[int, Any]]:
+    def _tickets(self, body: Buffer) -> list[tuple[int, Any]]:
         returned, tickets = unpack_tickets(body)
         if returned and self._heap is not None:
             self._heap.returned(returned)
         return [(ticket, self._keys(pickled)) for ticket, pickled in tickets]
 
-    def _keys(self, pickled: PickledKeys) -> Any:
-        """Unpickle keys, which refer to no slab; return what that raises as a `RemoteError` in their place."""
+    def _keys(self, pickled: Buffer) -> Any:
+        """Unpickle keys; return what that raises as a `RemoteError` in their place."""
         try:
-            if type(pickled) is tuple and self._heap is not None:
-                return pickle.loads(self._heap.view(*pickled))
-            return pickle.loads(pickled)  # type: ignore[arg-type]
+            return pickle.loads(pickled)
         except BaseException as error:  # SystemExit too: it is that of the ticket
             return self.capture(error)
 

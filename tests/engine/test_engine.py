@@ -19,7 +19,7 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.errors import WorkerStartError
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.outcome import NO_RECORD, Outcome
-from asyncloader.messages.tickets import TicketPickler, pickle_tickets
+from asyncloader.messages.tickets import pickle_tickets
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -56,7 +56,7 @@ class Pool:
     def begin_epoch(self, epoch: EpochSpec) -> None: ...
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Any:
-        pickled, refused = pickle_tickets(tickets, TicketPickler())
+        pickled, refused = pickle_tickets(tickets)
         self.sent.append((worker, [batch for batch, _ in pickled]))
         if self.is_broken:
             raise ValueError("behind the first of them")

@@ -14,6 +14,7 @@ from asyncloader.transport.worker_heap import heap_for_a_worker
 
 MIB = 1 << 20
 HeapOf = Callable[[int], Heap]
+KEPT: list[memoryview] = []
 
 
 @pytest.fixture
@@ -27,6 +28,7 @@ def owned() -> Iterator[HeapOf]:
         return made
 
     yield make
+    KEPT.clear()
     assert pool.arena is not None
     pool.arena.close()
 
@@ -34,7 +36,8 @@ def owned() -> Iterator[HeapOf]:
 def num_taken(owner: Heap) -> int:
     """Take regions of 1 MiB until there is none to be had."""
     count = 0
-    while count < 100 and owner.take(MIB) is not None:
+    while count < 100 and (memory := owner.allocate(MIB)) is not None:
+        KEPT.append(memory)
         count += 1
     return count
 
@@ -64,12 +67,10 @@ def test_idle_memory_of_other_sizes_goes_first(owned: HeapOf, monkeypatch: pytes
     """Where there is no more to be had."""
     owner = owned(1)
     monkeypatch.setattr(machine, "available_bytes", lambda: 8 * MIB - owner.arena.reserved_bytes())
-    regions = [owner.take(MIB) for _ in range(4)]
-    assert owner.take(2 * MIB) is None
-    for region in regions[:2]:
-        assert region is not None
-        owner.put_back(region)
-    assert owner.take(2 * MIB) is not None
+    regions = [owner.allocate(MIB) for _ in range(4)]
+    assert owner.allocate(2 * MIB) is None
+    del regions[:2]
+    assert owner.allocate(2 * MIB) is not None
     assert owner.arena.reserved_bytes() == 4 * MIB
 
 
@@ -85,7 +86,7 @@ def test_without_memory_it_does_not_try_each_time(owned: HeapOf, monkeypatch: py
     monkeypatch.setattr(heap, "monotonic", lambda: now)
     monkeypatch.setattr(arena.Arena, "reserve", refuse)
     owner = owned(1)
-    assert [owner.take(MIB) for _ in range(10)] == [None] * 10
+    assert [owner.allocate(MIB) for _ in range(10)] == [None] * 10
     now = 2.0
-    assert owner.take(MIB) is None
+    assert owner.allocate(MIB) is None
     assert tries == 2

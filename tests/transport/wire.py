@@ -17,6 +17,7 @@ import torch
 
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
+from asyncloader.transport.free_list import Region
 from asyncloader.transport.heap import Heap
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_heap import heap_for_a_worker
@@ -56,8 +57,7 @@ class Worker:
         self._connection, theirs = context.Pipe()
         self.heap = heap_for_a_worker(pool)
         self.process = context.Process(target=serve, args=(theirs, self.heap.hand_over(1), make))
-        with self.heap.starting():
-            self.process.start()
+        self.process.start()
         theirs.close()
         self.payload_bytes = 0  # of the last result
 
@@ -105,6 +105,15 @@ def worker(pool: SlabPool, make: Make, method: str = "fork") -> Iterator[Worker]
         with contextlib.suppress(ValueError):  # a test has ended it
             made.process.is_alive()
             made.close()
+
+
+def receive(pool: SlabPool, nbytes: int) -> memoryview:
+    """Return memory on lease, as that of a batch from a worker; it is given back when the lease ends."""
+    first, _ = pool.new_heap()
+    memory = pool.arena
+    assert memory is not None
+    assert memory.reserve(first, nbytes)
+    return pool.lease(Region(first, nbytes), lambda region: memory.punch(region.offset, region.capacity) and None)
 
 
 def make_pool(nbytes: int = 1 << 30, **options: Any) -> SlabPool:

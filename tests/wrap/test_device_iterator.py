@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from asyncloader import DataLoader, to_device
 from asyncloader.errors import LoaderClosedError
-from asyncloader.transport import arena
-from asyncloader.transport.slab import SlabPool
+from asyncloader.transport.recycle import Recycler
 from asyncloader.wrap.device_iterator import DeviceIterator
 from tests.wrap.simulated import SimulatedDevice
 
@@ -28,19 +27,11 @@ def on_device(iterator: Any, device: SimulatedDevice, prefetch: int) -> DeviceIt
 NBYTES = 1 << 14  # less than torch would use threads for
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[SlabPool]:
-    """Slabs of few bytes, so that each is used again as soon as it may be."""
-    pool = SlabPool(max_bytes=16 * NBYTES, create_arena=lambda size: arena.create(1 << 28))
-    assert pool.own is not None  # the arena is there from now on
-    yield pool
-    pool.close()
-
-
-def on_slabs(pool: SlabPool, count: int) -> Iterator[torch.Tensor]:
-    """Yield batches that lie in slabs: batch i is full of i."""
+def in_recycled_memory(count: int) -> Iterator[torch.Tensor]:
+    """Yield batches in memory that is used again as soon as it may be: batch i is full of i."""
+    recycler = Recycler()
     for number in range(count):
-        memory = pool.receive(NBYTES)
+        memory = recycler.allocate(NBYTES)
         assert memory is not None
         batch = torch.frombuffer(memory, dtype=torch.uint8)
         batch.fill_(number)
@@ -53,12 +44,10 @@ ORDER = st.lists(st.sampled_from(["next", "next", "copy", "copies", "step", "kee
 
 
 @given(depth=st.integers(0, 3), order=ORDER, count=st.integers(0, 30), closes=st.booleans())
-def test_steps_read_what_was_sent_in_any_order(
-    pool: SlabPool, depth: int, order: list[str], count: int, closes: bool
-) -> None:
+def test_steps_read_what_was_sent_in_any_order(depth: int, order: list[str], count: int, closes: bool) -> None:
     """Whatever the device does first: no memory is used again before its copy, or its step."""
     device = SimulatedDevice()
-    batches = on_device(on_slabs(pool, count), device, depth)
+    batches = on_device(in_recycled_memory(count), device, depth)
     seen: list[int] = []
     asked, kept, is_over = 0, [], False
     for action in order:

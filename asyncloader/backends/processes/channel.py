@@ -92,8 +92,8 @@ class Channel:
             if sent >= len(part):
                 sent -= len(part)
                 continue
-            # A copy: the caller may change or release its memory.
-            self._unsent.append(memoryview(bytes(memoryview(part)[sent:])))
+            # A copy of what can change: the caller may change or release its memory.
+            self._unsent.append(memoryview(part if type(part) is bytes else bytes(part))[sent:])
             sent = 0
         if self._unsent and not self._writing:
             self._writing = True

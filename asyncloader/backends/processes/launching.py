@@ -8,13 +8,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Callable
 from multiprocessing import util
 from multiprocessing.process import BaseProcess, current_process
-from typing import Any, TypeAlias, cast
-
-Forking: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
-"""Gives what a fork is to be made in."""
+from typing import Any, cast
 
 _DAEMON = (
     "This process is a daemon, as those of multiprocessing.Pool are, and may not start worker processes. Use a "

@@ -35,7 +35,7 @@ from asyncloader.messages.messages import (
 from asyncloader.messages.outcome import OUTCOMES, unpack
 from asyncloader.messages.pickle_paths import say_large, say_unpicklable
 from asyncloader.messages.pickled_spec import PickledSpec
-from asyncloader.messages.tickets import TicketPickler, pack_tickets, pickle_tickets
+from asyncloader.messages.tickets import pack_tickets, pickle_tickets
 from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_heap import WorkerHeap, heap_for_a_worker
@@ -62,7 +62,6 @@ class Pool(BasePool[WorkerProcess]):
         self._slabs = slab_pool()
         self._slabs.loop = loop.loop
         self._heaps: dict[WorkerProcess, WorkerHeap] = {}
-        self._dumps = TicketPickler()
         self._managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of executors: these have pipes
         self._is_starting = False  # somebody may be launching one more
 
@@ -139,17 +138,17 @@ class Pool(BasePool[WorkerProcess]):
         Raises:
             WorkerStartError: if the system has no room for one of them.
         """
-        started = {
-            WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps): heap_for_a_worker(self._slabs)
-            for worker in workers
-        }
+        started: dict[WorkerProcess, WorkerHeap] = {}
         share = epoch.num_workers or self._spec.num_workers
         importing = self._spec.importing
-        launches = [
-            partial(each.launch, self._context, heap.starting, self._source, heap.hand_over(share), epoch, importing)
-            for each, heap in started.items()
-        ]
         try:
+            for worker in workers:
+                process = WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps)
+                started[process] = heap_for_a_worker(self._slabs)
+            launches = [
+                partial(each.launch, self._context, self._source, heap.hand_over(share), epoch, importing)
+                for each, heap in started.items()
+            ]
             yield partial(launch_all, self._context, launches), [*started]
             for process in started:
                 process.watch(partial(self.on_frames, process))
@@ -220,10 +219,9 @@ class Pool(BasePool[WorkerProcess]):
         """Give the worker tickets, and slabs to use again; return those whose keys cannot be pickled."""
         process = self.processes[worker]
         heap = self._heaps[process]
-        pickled, refused = pickle_tickets(tickets, self._dumps, partial(heap.place, self._epoch.number))
-        if not pickled:
-            return refused
-        process.channel.send(Kind.TICKETS, pack_tickets(pickled, heap.returned()))
+        pickled, refused = pickle_tickets(tickets)
+        if pickled:
+            process.channel.send(Kind.TICKETS, *pack_tickets(pickled, heap.returned()))
         return refused
 
     # ---------------------------------------------------------------------------------------------- receiving
@@ -234,7 +232,7 @@ class Pool(BasePool[WorkerProcess]):
         Raises:
             BadFrame: it is not what a worker of ours writes. What came before is told.
         """
-        heap, run, now = self._heaps[process], self._epoch.number, perf_counter()
+        decode, run, now = self._heaps[process].decode, self._epoch.number, perf_counter()
         came: list[Came] = []
         try:
             for kind, body in frames:
@@ -245,11 +243,9 @@ class Pool(BasePool[WorkerProcess]):
                     self._tell(process, before)
                     self._on_other(process, kind, body)
                 elif process not in self._leaving:
-                    outcome, began = unpack(kind, body, heap.decode), now
-                    record = outcome.record
-                    heap.answered((record.epoch, record.ticket))
+                    outcome, began = unpack(kind, body, decode), now
                     now = perf_counter()
-                    if record.epoch == run:
+                    if outcome.record.epoch == run:
                         came.append((outcome, began, now))
         finally:
             self._tell(process, came)
@@ -266,7 +262,6 @@ class Pool(BasePool[WorkerProcess]):
             pass
         elif kind == Kind.UP:
             process.on_up()
-            self._heaps[process].has_reader = len(body) > 0
         elif kind == Kind.AWAITS:
             process.on_awaits(pickle.loads(body))
         elif kind == Kind.ENDING:

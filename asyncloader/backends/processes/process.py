@@ -35,7 +35,7 @@ from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.processes import fresh
 from asyncloader.backends.processes.channel import Channel, OnFrames, open_pair
 from asyncloader.backends.processes.executors import Running
-from asyncloader.backends.processes.launching import Forking, start_process, try_descriptors
+from asyncloader.backends.processes.launching import start_process, try_descriptors
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.errors import WorkerStartError
 from asyncloader.messages.frames import BadFrame
@@ -55,7 +55,7 @@ _STACK_QUIET_S = 0.03
 _EXITCODE_TRIES = 50
 _UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
 _REAPED_WITHIN_S = 1.0
-_DESCRIPTORS = 19  # open at once at most while a worker is started, by us and by multiprocessing
+_DESCRIPTORS = 21  # open at once at most while a worker is started, by us and by multiprocessing
 
 
 def launch_all(context: BaseContext, launches: Iterable[Launch]) -> None:
@@ -116,7 +116,6 @@ class WorkerProcess(Worker):
     def launch(
         self,
         context: BaseContext,
-        forking: Forking,
         source: Any,
         heap: Any,
         epoch: EpochSpec,
@@ -135,14 +134,13 @@ class WorkerProcess(Worker):
             main = fresh.main_module() if fresh.imports_main(context) else {}
             args = (self.worker_id, ends, Later((source, heap, epoch)), method, importing, main)
             process = fresh.make_process(context, bootstrap.start, args)
-            with forking():
-                if method == "fork":
-                    wait_drawn()
-                start_process(process)
-                self._process = process
-                self.pid = process.pid or -1
-                with contextlib.suppress(ProcessLookupError):  # the fork server may have reaped it
-                    self._descriptors["pid"] = os.pidfd_open(self.pid)
+            if method == "fork":
+                wait_drawn()
+            start_process(process)
+            self._process = process
+            self.pid = process.pid or -1
+            with contextlib.suppress(ProcessLookupError):  # the fork server may have reaped it
+                self._descriptors["pid"] = os.pidfd_open(self.pid)
         finally:
             ends.close()
         self.started_at = time.monotonic()

@@ -26,7 +26,6 @@ from asyncloader.messages.outcome import NO_RECORD, Outcome, pack
 from asyncloader.messages.tickets import unpack_tickets
 from asyncloader.transport.slab import SlabPool
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests import inside
 from tests.transport.wire import make_pool
 
 EPOCHS = [EpochSpec(number, (1, number, 0)) for number in (0, 1, 2)]
@@ -65,7 +64,7 @@ class Played:
         self.heard: list[Any] = []
         self.made.append(self)
 
-    def launch(self, context: Any, forking: Any, source: Any, heap: Any, epoch: EpochSpec, thread: Any) -> None:
+    def launch(self, context: Any, source: Any, heap: Any, epoch: EpochSpec, thread: Any) -> None:
         """Be launched."""
         self.source, self.memory, self.epoch = source, heap, epoch
         if self.worker_id == self.refused:
@@ -212,24 +211,6 @@ def test_each_is_told_of_as_it_is_started(make: Make) -> None:
     second.say(Kind.AWAITS, pickle.dumps("at a line"))
     assert (heard.told[2:], second.heard) == ([("ready", 1)], ["launched", "up", "at a line"])
     assert (first.is_ready, second.is_ready) == (False, True)
-
-
-def test_large_keys_go_by_slab_to_workers_that_have_told_that_they_read_them(make: Make, slabs: SlabPool) -> None:
-    """In the message before, and for a worker without the arena. The slab is free with the answer."""
-    pool, _, (first, second) = make()
-    keys = [bytes(100_000)]
-    pool.send(0, [(0, keys)])
-    first.say(Kind.UP, pickle.dumps(True))
-    second.say(Kind.UP)
-    pool.send(0, [(2, keys)])
-    pool.send(1, [(1, keys)])
-    assert tickets_of(second) == [([1], [keys])]
-    sent = [unpack_tickets(body)[1][0][1] for kind, body in first.channel.sent if kind == Kind.TICKETS]
-    assert [type(each) for each in sent] == [bytes, tuple]
-    first.outcome(left_out(0), 0)
-    assert inside.used_bytes(slabs) > 100_000
-    first.outcome(left_out(2), 0)
-    assert not inside.used_bytes(slabs)
 
 
 def test_where_one_cannot_be_started_the_others_are_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
