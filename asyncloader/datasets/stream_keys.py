@@ -157,8 +157,14 @@ class Items:
         return self._is_over or self._queue.qsize() >= count
 
     def raise_end(self) -> NoReturn:
-        """Raise what comes behind the last item: once an error of the stream, if there was one."""
+        """Raise what comes behind the last item: once an error of the stream, if there was one.
+
+        Whoever finds the end within a batch has a short one, and no rank has more items than so many batches: a state
+        of then is behind all items, also if another rank was given one more.
+        """
         error, self._failure = self._failure, None
+        if error is None and not self.is_left:
+            self.next = max(self.next, self.given + self.rank)
         try:
             raise StopIteration if error is None else error
         finally:

@@ -703,6 +703,28 @@ def test_bounds_are_integers_of_any_kind() -> None:
         assert [*chain.from_iterable(batches(DataLoader(dataset, 4)))] == [number * number for number in range(10)]
 
 
+@pytest.mark.parametrize(("count", "ranks", "size"), [(7, 2, 4), (7, 2, 2), (7, 2, 3), (7, 3, 3), (8, 3, 2), (5, 3, 1)])
+def test_a_state_of_any_rank_after_any_step_is_that_of_all(count: int, ranks: int, size: int) -> None:
+    """Also one of a rank with fewer items, whose last batch is short: none comes twice, and none not at all."""
+
+    def make(num_replicas: int, rank: int) -> DataLoader[int]:
+        stream = ParallelMap(range(count), square, shard="rank", num_replicas=num_replicas, rank=rank)
+        return DataLoader(stream, size, collate_fn=list)
+
+    loaders: list[Any] = [iter(make(ranks, rank)) for rank in range(ranks)]
+    seen: list[int] = []
+    while batches := [batch for each in loaders if (batch := next(each, []))]:
+        seen += chain.from_iterable(batches)
+        for state in [each.state_dict() for each in loaders]:
+            for ranks_then in (1, 2) if not state["finished"] else ():
+                rest: list[int] = []
+                for rank in range(ranks_then):
+                    other = make(ranks_then, rank)
+                    other.load_state_dict(state)
+                    rest += chain.from_iterable(other)
+                assert sorted(seen + rest) == [number**2 for number in range(count)]
+
+
 def test_lengths() -> None:
     """Those of the stream, if it has one; of a rank, its part."""
     assert len(DataLoader(ParallelMap(range(10), square), 4)) == 3
