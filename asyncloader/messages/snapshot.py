@@ -15,7 +15,6 @@ a map-style dataset.
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from collections import deque
 from collections.abc import Sequence
@@ -57,9 +56,6 @@ class Frozen:
             self._pickled = pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
         except Exception:  # whatever its classes raise
             self._copy = copy.deepcopy(state)
-
-    def __repr__(self) -> str:
-        return f"<Frozen {self.thaw()!r}>"
 
     @property
     def can_travel(self) -> bool:
@@ -168,41 +164,25 @@ class WorkerStart(NamedTuple):
 
 def as_plain(starts: dict[int, WorkerStart]) -> Any:
     """Write down where workers are: as JSON if that says all of it."""
-    ordered = [start for _, start in sorted(starts.items())]
-    written = [(start, _plain_snapshot(start.snapshot), _plain_made(start.made)) for start in ordered]
-    if all(isinstance(part, str) for _, snapshot, made in written for part in (snapshot, made)):
-        texts = (f"[{start.batches}, {snapshot}, {list(start.ahead)}, {made}]" for start, snapshot, made in written)
-        return f"[{', '.join(texts)}]"
-    return [[start.batches, unplain(snapshot), str(list(start.ahead)), made] for start, snapshot, made in written]
+    return plain([_written(start) for _, start in sorted(starts.items())])
 
 
-def _plain_snapshot(snapshot: Any) -> Any:
-    if snapshot is None:
-        return "null"
-    return snapshot.plain() if isinstance(snapshot, Frozen) else plain(snapshot)
+def _written(start: WorkerStart) -> list[Any]:
+    snapshot = start.snapshot.thaw() if isinstance(start.snapshot, Frozen) else start.snapshot
+    made = [
+        [[*each.key], each.batch, *(each.keys if type(each.keys) is Placed else (each.keys,))] for each in start.made
+    ]
+    return [start.batches, snapshot, [*start.ahead], made]
 
 
-def _plain_made(made: tuple[Made, ...]) -> Any:
-    return plain([[list(each.key), each.batch, *_plain_keys(each.keys)] for each in made])
-
-
-def _plain_keys(keys: Any) -> tuple[Any, ...]:
-    return tuple(keys) if type(keys) is Placed else (keys,)
-
-
-def from_plain(plain: Any) -> dict[int, WorkerStart]:
+def from_plain(written: Any) -> dict[int, WorkerStart]:
     """Read what `as_plain` has written."""
-    return {worker: _start(*start) for worker, start in enumerate(unplain(plain))}
+    return {worker: _start(*start) for worker, start in enumerate(unplain(written))}
 
 
-def _start(batches: int, snapshot: Any, ahead: list[int] | str = "[]", made: Any = "[]") -> WorkerStart:
-    ahead, made = (json.loads(part) if isinstance(part, str) else part for part in (ahead, made))
-    return WorkerStart(batches, snapshot, tuple(ahead), tuple(map(_made, made)))
-
-
-def _made(batch: Any) -> Made:
-    key, number, keys, *first = batch
-    return Made(tuple(key), number, Placed(keys, *first) if first else keys)
+def _start(batches: int, snapshot: Any, ahead: list[int], made: list[Any]) -> WorkerStart:
+    again = (Made(tuple(key), number, Placed(keys, *first) if first else keys) for key, number, keys, *first in made)
+    return WorkerStart(batches, snapshot, tuple(ahead), tuple(again))
 
 
 class Keeper:
