@@ -9,17 +9,16 @@ import numpy as np
 import torch
 
 from asyncloader import identity
-from asyncloader.errors import StateMismatchError
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.plan import is_elastic, order_generators, samplers_within
 from asyncloader.run.state import LoaderState
 
-_OTHER_RANKS = (
-    "A state of this sampler fits as many ranks as it was taken on. asyncloader.samplers.ElasticSampler, in the place "
-    "of DistributedSampler when the state is taken, is resumed on any number."
-)
 _ADVICE = {
+    "num_replicas": (
+        "A state of this sampler fits as many ranks as it was taken on. asyncloader.samplers.ElasticSampler, in the "
+        "place of DistributedSampler when the state is taken, is resumed on any number."
+    ),
     "rank": (
         "Each rank has to load the state that it has saved itself; with asyncloader.samplers.ElasticSampler in the "
         "place of DistributedSampler a state fits every rank."
@@ -53,26 +52,25 @@ def check(state: LoaderState, options: Options) -> None:
         StateMismatchError: if it does not; it says what differs.
     """
     saved, here = dict(state.fits), describe(options)
-    _same("kind", saved.get("kind"), here["kind"])  # before all that follows from it
     if not options.is_iterable:  # of which there are more where this process reads the stream
         saved["generators"], here["generators"] = len(json.loads(state.at_iter)), len(order_generators(options))
     if (starts := state.starts) is not None and not state.is_between_runs:
         saved["num_workers"], here["num_workers"] = len(starts), options.num_at_start
     free = {"samplers", "datasets"}  # which are compared one by one
     free |= set() if state.ahead else {"division"}
-    saved_ranks, ranks = saved["num_replicas"], here["num_replicas"]
-    if saved_ranks != ranks and None not in (saved_ranks, ranks):  # before their samples are, which follow from that
-        _same("num_replicas", saved_ranks, ranks, _OTHER_RANKS)
     identity.check(saved, here, free=free, advice=_ADVICE)
     for name in ("samplers", "datasets"):
         ours, now = json.loads(saved[name]), json.loads(here[name])
-        _same(name, [one["kind"] for one in ours], [one["kind"] for one in now])
+        identity.check(*({name: [one["kind"] for one in each]} for each in (ours, now)))
         for one, other in zip(ours, now, strict=True):
             identity.check(one, other, free=identity.RANKS if state.is_between_runs else ())
 
 
 def describe(options: Options) -> dict[str, Any]:
-    """Return what must be the same for a state to mean the same batches, as plain data."""
+    """Return what must be the same for a state to mean the same batches, as plain data.
+
+    What others follow from comes before these: the first difference is the one that is told.
+    """
     samplers = samplers_within(options.index_sampler)
     elastic = any(map(is_elastic, samplers))
     division = [[_whole(sampler, name) for name in _DIVISION] for sampler in samplers]
@@ -80,14 +78,14 @@ def describe(options: Options) -> dict[str, Any]:
     num_replicas, rank = (None, None) if elastic or not ranks else ranks[0]
     return {
         "kind": "iterable" if options.is_iterable else "map",
-        "dataset_length": None if options.is_iterable else _length(options.dataset),
         "batch_size": None if elastic else options.batch_size,
         "drop_last": options.drop_last,
         "seeding": None if options.is_iterable else options.seeding,
         "sampler": "(".join(type(sampler).__name__ for sampler in samplers) + ")" * (len(samplers) - 1),
-        "samples": None if elastic or options.is_iterable else _length(options.sampler),
         "num_replicas": num_replicas,
         "rank": rank,
+        "dataset_length": None if options.is_iterable else _length(options.dataset),
+        "samples": None if elastic or options.is_iterable else _length(options.sampler),
         # Not which one: the states of ranks are alike, and many trainers save that of the first for all.
         "seeding_rank": None if options.seeding_rank is None else "given",
         "division": division,
@@ -115,8 +113,3 @@ def _length(thing: Any) -> int | None:
         return len(thing)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _same(name: str, saved: Any, now: Any, advice: str = "") -> None:
-    if saved != now:
-        raise StateMismatchError(name, saved, now, advice)
