@@ -111,20 +111,17 @@ class Checkpointer:
         """
         state = self._after_the_run(newest or self) if self.progress.finished else self._within_the_run()
         if untold := self.progress.now.untold:
-            self.warn(
+            warn_once(
+                self.warned,
                 f"The state of the dataset could not be taken ({untold}). "
                 + (
                     "It is not in states of the loader."
                     if not self.options.is_iterable
                     else "To resume from here, batches since the last one are read again and dropped."
-                )
+                ),
             )
         self.order.note_state()
         return state
-
-    def warn(self, text: str) -> None:
-        """Log a warning about states, once for a loader."""
-        warn_once(self.warned, text)
 
     def carried(self) -> dict[int, WorkerStart] | None:
         """Return where the datasets are that outlast the run, for the next one; None if none does, or has a state."""
@@ -217,11 +214,11 @@ class Checkpointer:
         )
 
 
-def warn_once(warned: set[str], text: str) -> None:
+def warn_once(warned: set[str], text: str, *counts: int) -> None:
     """Log a warning about states, unless the loader has logged it before."""
     if text not in warned:
         warned.add(text)
-        log.warning("%s", text)
+        log.warning(text, *counts)
 
 
 def warn_of_draws(index_sampler: Any, warned: set[str]) -> None:

@@ -11,15 +11,12 @@ outlived it. Nothing is noted for this when a batch is given: figures have the t
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import deque
 from operator import attrgetter
 from typing import Any
 
-from asyncloader.run.checkpoint import Checkpointer, nobody
-
-log = logging.getLogger("asyncloader")
+from asyncloader.run.checkpoint import Checkpointer, nobody, warn_once
 
 _REMEMBERED = 64
 """Iterators that were dropped."""
@@ -88,14 +85,14 @@ class CurrentRun:
             return last
         meant, other = (rivals[-1], last) if last.was_a_look else (last, rivals[-1])
         if of_state:
-            self._warn(_IN_DOUBT, meant.given, other.given)
+            warn_once(self._warned, _IN_DOUBT, meant.given, other.given)
         return meant
 
     def warn_of_restart(self) -> None:
         """Warn if the run whose workers are to begin another one has given batches, and has more."""
         last = self.run()
         if last is not None and last.given and not last.progress.end_is_known and last.iterator() is not None:
-            self._warn(_RESTARTED, last.given)
+            warn_once(self._warned, _RESTARTED, last.given)
 
     def close_all(self) -> None:
         """Close the iterators that there are, and forget all runs."""
@@ -113,9 +110,4 @@ class CurrentRun:
 
     def _warn_if_used_up(self, last: Checkpointer) -> None:
         if last.is_resumed and not last.progress.end_is_known:
-            self._warn(_USED_UP, last.given)
-
-    def _warn(self, text: str, *counts: int) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning(text, *counts)
+            warn_once(self._warned, _USED_UP, last.given)

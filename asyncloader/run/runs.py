@@ -15,7 +15,7 @@ from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, shared_trace
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import Checkpointer, initial_state
+from asyncloader.run.checkpoint import Checkpointer, initial_state, warn_once
 from asyncloader.run.current_run import CurrentRun
 from asyncloader.run.plan import keeps_place, order_generators, since_preload
 from asyncloader.run.rng_snapshot import RNGSnapshot
@@ -92,7 +92,7 @@ class Runs:
         if has_others and keeps_place(run.options.index_sampler):
             state = run.state(newest)
             if self._is_sampler_shared or not state.finished:
-                run.warn(_SHARED)
+                warn_once(self.warned, _SHARED)
         else:
             state = run.state()
         return replace(state, epoch=self.begun) if state.finished else replace(state, begun=self.begun)
