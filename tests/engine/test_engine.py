@@ -299,3 +299,26 @@ async def test_a_worker_that_has_grown_leaves_and_another_takes_its_place() -> N
     assert driven.pool.sent[-1] == (1, [7])
     assert driven.run.meter.stats().workers.renewals == 1
     assert not driven.failed
+
+
+@pytest.mark.parametrize("is_second_too", [True, False])
+async def test_an_engine_whose_workers_cannot_be_ended_is_closed_all_the_same(is_second_too: bool, caplog: Any) -> None:
+    """As when the loop of the process ends: it is tried again, then abandoned. Nobody waits for more."""
+    driven, grace = Driven(), []
+
+    def end(grace_s: float) -> None:
+        grace.append(grace_s)
+        if is_second_too or len(grace) == 1:
+            raise ValueError("cannot be ended")
+        driven.engine.on_closed()
+
+    driven.pool.end = end  # type: ignore[attr-defined]
+    driven.pool.wait_dead = lambda timeout_s: True  # type: ignore[attr-defined]
+    driven.engine.portal.sessions.add(driven.engine)
+    driven.loop.on_error = driven.engine._on_error
+    driven.engine.close_soon(1.5)
+    assert grace == [1.5, 0.0]
+    assert driven.engine.state is State.CLOSED
+    assert driven.engine.wait_closed(0.0)
+    assert driven.engine.portal.sessions == set()
+    assert "cannot be ended" in caplog.text
