@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import os
 import signal
 import threading
@@ -25,9 +26,11 @@ from torch.utils.data import (
 )
 
 from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError, sample_rng
+from asyncloader.backends.threads import worker as local_worker
+from asyncloader.engine.portal import get_portal
 from asyncloader.worker import stream as child_stream
 from tests import inside
-from tests.patience import patiently, patiently_async, wait_until
+from tests.patience import PATIENCE_S, patiently, patiently_async, until, wait_until
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
 PLACES = [
@@ -724,3 +727,77 @@ def test_tasks_threads_and_processes_have_names(place: dict[str, Any]) -> None:
         assert workers == {(f"asyncloader worker {worker} of Named", here) for worker in range(2)}
     else:
         assert workers == {("MainThread", "asyncloader 0"), ("MainThread", "asyncloader 1")}
+
+
+# ------------------------------------------------------------------------------------------------------ other loops
+
+
+class FromQueue:
+    """Asks a queue of the application on the loop that it belongs to."""
+
+    def __init__(self, queue: asyncio.Queue[int | None]) -> None:
+        self.queue = queue
+        self.loop = asyncio.get_running_loop()
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        while (item := await self._get()) is not None:
+            yield item
+
+    async def _get(self) -> int | None:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.queue.get(), self.loop))
+
+
+async def test_a_queue_of_the_application_is_asked_on_its_loop() -> None:
+    """Every item of a queue that soon is full comes; and a loader that was left has nothing in flight there."""
+    queue: asyncio.Queue[int | None] = asyncio.Queue(2)
+
+    async def produce() -> None:
+        for item in (*range(12), None):
+            await queue.put(item)
+
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(produce())
+        assert flat([batch async for batch in DataLoader(FromQueue(queue), batch_size=4)]) == list(range(12))
+
+
+async def test_a_dataset_with_objects_of_its_own_stays_on_the_background_loop() -> None:
+    """Locks and semaphores limit its own samples; and there they overlap with a trainer that blocks its loop."""
+
+    class Limited:
+        def __init__(self) -> None:
+            self.limit = asyncio.Semaphore(2)
+            self.lock = asyncio.Lock()
+
+        def __len__(self) -> int:
+            return 12
+
+        async def __getitem__(self, index: int) -> int:
+            async with self.limit, self.lock:
+                await asyncio.sleep(0)
+                return threading.get_ident()
+
+    dataset: Any = Limited()
+    for _ in range(2):  # the second time they belong to the background loop
+        found = {thread async for thread in DataLoader(dataset, batch_size=None)}
+        assert found == {get_portal().call(threading.get_ident).result(PATIENCE_S)}
+
+
+async def test_what_belongs_to_another_loop_is_not_waited_for_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line says where the dataset runs, what it waits for, and what to do; once."""
+    monkeypatch.setattr(local_worker, "_SILENT_S", 0.05)
+    queue: asyncio.Queue[int] = asyncio.Queue()
+
+    class Hidden:
+        async def __aiter__(self) -> AsyncIterator[int]:
+            while True:
+                yield await queue.get()
+
+    async with aiter(DataLoader(Hidden(), batch_size=2)) as iterator:
+        waiting = asyncio.ensure_future(anext(iterator))
+        await until(lambda: caplog.records)
+        waiting.cancel()
+    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert "runs on the background event loop" in record.getMessage()
+    assert "await queue.get()" in record.getMessage()

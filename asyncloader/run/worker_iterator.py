@@ -41,7 +41,6 @@ from asyncloader.messages.failure import stand_in
 from asyncloader.messages.messages import Kind
 from asyncloader.observe.faults import Faults
 from asyncloader.options import AutoWorkers, Options
-from asyncloader.run import home_loop
 from asyncloader.run.base_iterator import FOR, BaseIterator, check_owner
 from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.run_start import RunStart
@@ -94,10 +93,6 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _start(self, loader: DataLoader[T_co], state: LoaderState | None, *, wait: bool) -> None:
         """Start workers and the first run."""
-        has_home = self._options.is_async and not self._options.has_workers
-        self._home = home_loop.find_home(self._options.dataset, get_portal().loop) if has_home else None
-        if wait:
-            home_loop.refuse_to_block(self._home)
         iterate = partial(self._reset, loader, first_iter=True)
         start = self._begin(iterate, state, prepare=partial(self._construct, loader))
         self._run_numbers = count(1)
@@ -220,7 +215,7 @@ class WorkerIterator(BaseIterator[T_co]):
         """Decide where the workers run: on a loop (0 of them), on threads, in processes, where a provider has them."""
         options, spec = self._options, self._worker_spec()
         if options.is_in_process:
-            return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=self._home)
+            return LocalPool(loop, spec, on_threads=options.num_workers > 0)
         if options.provider is not None:
             backend: Backend = options.provider.make_backend(options, spec, loop)
             return backend
@@ -279,7 +274,6 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _wait_for_item(self) -> tuple[Run, Item]:
         refuse_to_block_the_loop()
-        home_loop.refuse_to_block(self._home)
         if self._started is not None:
             self._wait_started(self._started)
         deadline = self._begin_wait()
@@ -422,17 +416,11 @@ class WorkerIterator(BaseIterator[T_co]):
     # --------------------------------------------------------------------------------------------------- ending
 
     def close(self) -> None:
-        """End the run: workers finish what they are at, and are killed after 3 s. Returns when they are gone.
-
-        On the loop that the dataset itself runs on, which cannot be waited for there, returns at once.
-        """
+        """End the run: workers finish what they are at, and are killed after 3 s. Returns when they are gone."""
         if not self._is_finalizing() and self._is_made and self._engine.pid == os.getpid():
             self.leave()
             refuse_to_block_the_loop()
-            if home_loop.is_here(self._home):  # where the dataset is closed, once the caller lets the loop turn
-                self._seeding.end()
-            else:
-                self._wait_closed()
+            self._wait_closed()
 
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""

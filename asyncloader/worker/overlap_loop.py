@@ -74,7 +74,7 @@ class OverlapLoop(TicketLoop):
         """Open what belongs to the loop, answer tickets until END, close."""
         self._loop = asyncio.get_running_loop()
         self._over = self._loop.create_future()
-        tell_tasks_apart(self._loop)  # also where it is a loop of the user's
+        tell_tasks_apart(self._loop)
         self._guarded = GuardedLoop(self._loop, self._stop)
         self._transport.listen(self._guarded, self._on_messages)
         try:

@@ -8,7 +8,6 @@ The loops over tickets are those of worker processes.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,23 +25,14 @@ class LocalPool(BasePool[LocalWorker]):
     Args:
         loop: The portal's.
         spec: The spec of the workers.
-        on_threads: Each on a thread; otherwise there is one, on a loop.
-        home: The loop of the user's that it is on; None for the portal's.
+        on_threads: Each on a thread; otherwise there is one, on that loop.
     """
 
-    def __init__(
-        self,
-        loop: GuardedLoop,
-        spec: WorkerSpec,
-        *,
-        on_threads: bool,
-        home: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
+    def __init__(self, loop: GuardedLoop, spec: WorkerSpec, *, on_threads: bool) -> None:
         # A dataset that hears of epochs is copied in the consumer's thread, and not while it is told one.
         is_copied = on_threads and any(True for _ in listeners(spec.dataset))
         super().__init__(loop, spec.with_dataset(private_copy(spec.dataset)) if is_copied else spec)
         self._on_threads = on_threads
-        self._home = home
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start one worker after the other; `started` is called after each. Nothing is left to launch."""
@@ -53,7 +43,7 @@ class LocalPool(BasePool[LocalWorker]):
         yield from ()
 
     def _start_one(self, worker: int, epoch: EpochSpec) -> LocalWorker:
-        started = LocalWorker(worker, self._loop, self, self._on_threads, self._home)
+        started = LocalWorker(worker, self._loop, self, self._on_threads)
         started.start(self._spec, epoch)
         return started
 

@@ -1,7 +1,5 @@
 """A worker in the trainer's process: a thread, or a task on the portal's loop (num_workers=0, async datasets).
 
-Or a task on a loop of the user's, where the dataset holds objects of that loop: its home.
-
     NEW ── start ──> RUNNING ── end ──> ENDING ── it has ended, or was abandoned ──> DEAD
                         └────────── it has ended by itself, or was abandoned ─────────^
 
@@ -18,7 +16,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -30,7 +27,7 @@ from asyncloader import threads
 from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.threads.transport import LocalTransport
 from asyncloader.backends.worker import Worker, WorkerState
-from asyncloader.errors import LoaderClosedError, could_not_start
+from asyncloader.errors import could_not_start
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.observe.activity import Activity, activity
@@ -52,28 +49,16 @@ _SILENT_S = 5.0
 _SILENT = (
     "The async dataset has given no batch for %.0f s. It runs on the background event loop: what belongs to another "
     "loop does not wake it there, such as an asyncio.Queue that a task of yours fills. If that is what it waits for, "
-    "keep the queue in an attribute of the dataset and iterate with `async for`, and the dataset runs on your loop; or "
-    "read the queue by asyncio.wrap_future(asyncio.run_coroutine_threadsafe(queue.get(), your_loop)).\n%s"
-)
-
-_NO_HOME = (
-    "the event loop that the dataset ran on, for it holds objects of that loop, has ended or cancelled it: no more "
-    "batches are made; call aiter(loader) on a loop that runs"
+    "read the queue by `await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(queue.get(), your_loop))`, and "
+    "iterate with `async for`, so that your loop turns.\n%s"
 )
 
 _closing: dict[asyncio.Task[None], Any] = {}
-"""By worker that was told to finish, or cancelled, on a loop, its dataset: others wait until it is closed."""
+"""By worker on the portal's loop that was told to finish, or cancelled, its dataset: others wait until it is closed."""
 
 
 def _closed(task: asyncio.Task[None]) -> None:
     _closing.pop(task, None)
-
-
-def _tell(loop: GuardedLoop, error: BaseException) -> None:
-    """Tell what was raised on a loop of the user's, which is to hear of an interrupt itself."""
-    loop.call_soon_threadsafe(loop.fail, error)
-    if not isinstance(error, Exception):
-        raise error
 
 
 class LocalWorker(Worker):
@@ -83,8 +68,7 @@ class LocalWorker(Worker):
         worker_id: From 0.
         loop: The portal's.
         owner: Is told what the worker makes, and of its end.
-        on_thread: The worker has a thread of its own; otherwise it works on a loop.
-        home: The loop of the user's that it works on; None for the portal's.
+        on_thread: The worker has a thread of its own; otherwise it works on the portal's loop.
     """
 
     def __init__(
@@ -93,7 +77,6 @@ class LocalWorker(Worker):
         loop: GuardedLoop,
         owner: BasePool[LocalWorker],
         on_thread: bool,
-        home: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(worker_id, loop)
         self.pid = os.getpid()
@@ -105,10 +88,6 @@ class LocalWorker(Worker):
         self._task: asyncio.Task[None] | None = None
         self._dataset: Any = None
         self._on_thread = on_thread
-        self._home = loop
-        if home is not None:
-            self._home = GuardedLoop(home, partial(_tell, loop))
-            self.why_no_other = LoaderClosedError(_NO_HOME)
         self._timer: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._first_ticket: int | None = None
@@ -128,27 +107,12 @@ class LocalWorker(Worker):
                 raise could_not_start(OSError(11, str(error))) from error
         else:
             self._dataset = spec.dataset
-            self._at_home(self._start_at_home, spec, epoch, name)
-            if self._home is self._loop:
-                self._silence = self._loop.call_later(_SILENT_S, self._tell_of_silence)
+            self._task = self._loop.loop.create_task(self._serve(spec, epoch), name=name)
+            # Also if it was cancelled before its first step, with all others of the loop.
+            self._task.add_done_callback(lambda _: self._loop.run(self._on_end))
+            self._silence = self._loop.call_later(_SILENT_S, self._tell_of_silence)
         self.state = WorkerState.RUNNING
         self.started_at = time.monotonic()
-
-    def _at_home(self, function: Callable[..., object], *args: Any) -> None:
-        """Have the loop call it that the task is on. A loop that is closed has ended its tasks before."""
-        with contextlib.suppress(RuntimeError):
-            self._home.call_soon_threadsafe(function, *args)
-
-    def _start_at_home(self, spec: WorkerSpec, epoch: EpochSpec, name: str) -> None:
-        if self.state is WorkerState.DEAD:
-            return
-        self._task = asyncio.get_running_loop().create_task(self._serve(spec, epoch), name=name)
-        self._task.add_done_callback(self._on_task_end)
-
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """Note the end of a task that may have been cancelled before its first step, with all others of the loop."""
-        with contextlib.suppress(RuntimeError):  # at interpreter exit the portal's loop is closed
-            self._loop.call_soon_threadsafe(self._on_end)
 
     def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
         try:
@@ -166,12 +130,11 @@ class LocalWorker(Worker):
                 self._loop.call_soon_threadsafe(self._on_end)
 
     async def _serve(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
-        """Work on a loop, where others may still be closing what the same dataset has open."""
+        """Work on the portal's loop, where others may still be closing what the same dataset has open."""
         if self.state is WorkerState.ENDING:  # nothing was opened; `_closing` has this very task, too
             return
-        closing = [task for task, dataset in list(_closing.items()) if dataset is spec.dataset]
         here = asyncio.get_running_loop()
-        others = {task for task in closing if task.get_loop() is here}
+        others = {task for task, of in _closing.items() if of is spec.dataset and task.get_loop() is here}
         if others:
             await asyncio.wait(others, timeout=_HANDOVER_S)
         try:
@@ -204,7 +167,7 @@ class LocalWorker(Worker):
         if not self.is_alive:
             return
         self.state = WorkerState.ENDING
-        self._at_home(self._note_closing)
+        self._note_closing()
         self._transport.put(Kind.END)
         if self._timer is not None:
             self._timer.cancel()
@@ -220,13 +183,10 @@ class LocalWorker(Worker):
         if not self.is_alive:
             return
         self._transport.hang_up()
-        self._at_home(self._cancel)
-        self._on_end(is_abandoned=True)
-
-    def _cancel(self) -> None:
         self._note_closing()
         if self._task is not None:
             self._task.cancel()
+        self._on_end(is_abandoned=True)
 
     def _on_end(self, *, is_abandoned: bool = False) -> None:
         if self.state is WorkerState.DEAD:
