@@ -117,6 +117,7 @@ PLACES = [
 WANTED = [[number**2 for number in range(first, min(first + 4, COUNT))] for first in range(0, COUNT, 4)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", PLACES)
 @pytest.mark.parametrize("stream", [numbers, range(COUNT), Counting(), slow_numbers])
 def test_each_item_comes_once_and_in_order(stream: Any, options: dict[str, Any]) -> None:
@@ -316,6 +317,7 @@ def test_an_error_of_the_stream_comes_in_place_of_its_item(options: dict[str, An
         (StopAsyncIteration, RuntimeError, "StopAsyncIteration"),
     ],
 )
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("options", PLACES[::2][:2])
 def test_an_error_that_refuses_everything_is_told(

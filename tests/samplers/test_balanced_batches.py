@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import BalancedBatchSampler, MixtureSampler, PackingBatchSampler
 from asyncloader.samplers.balance import alike_in_a_row, balanced, dearest_first
+from tests import effort
 
 Numbers = np.ndarray[Any, Any]
 
@@ -70,7 +71,7 @@ def test_dear_batches_come_at_any_time_and_their_like_beside_them() -> None:
     assert len({place // 1000 for place in dearest}) > 1
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=effort.examples(120))
 @given(
     costs=st.lists(st.floats(0, 1e6) | st.just(0.0), min_size=1, max_size=120),
     count=st.integers(1, 30),
@@ -114,7 +115,7 @@ def test_neighbours_cost_about_the_same(costs: list[float], seed: int, shuffle: 
         assert between <= 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=effort.examples(75))
 @given(count=st.integers(1, 400), batch_size=st.integers(1, 20), window=st.integers(1, 300), drop_last=st.booleans())
 def test_all_batches_have_as_many_samples(count: int, batch_size: int, window: int, drop_last: bool) -> None:
     """Those of the last window may have fewer, so that none is missing; or else these are dropped."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import BlockShuffleSampler
+from tests import effort
 from tests.samplers.legs import draw
 
 
@@ -18,7 +19,7 @@ def blocks_of(indices: Any, sizes: Any) -> Any:
     return np.searchsorted(np.cumsum(sizes), indices, side="right")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort.examples(225), deadline=None)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
     st.integers(1, 40),
@@ -53,7 +54,7 @@ def test_blocks_come_together_and_mixed() -> None:
     assert list(sampler) != windows.ravel().tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort.examples(90), deadline=None)
 @given(
     legs=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=3),
     last=st.integers(1, 4),

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import ElasticSampler
+from tests import effort
 
 
 @given(length=st.integers(1, 70), ranks=st.integers(1, 9), shuffle=st.booleans(), drop_last=st.booleans())
@@ -57,7 +58,7 @@ def test_orders_are_uniform_and_belong_to_seed_and_epoch() -> None:
     assert all(sorted(order) == list(range(5000)) for order in orders)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=effort.examples(300), deadline=None)
 @given(
     length=st.integers(1, 400),
     legs=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), min_size=1, max_size=5),

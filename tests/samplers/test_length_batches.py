@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError
 from asyncloader.samplers import LengthBatchSampler
+from tests import effort
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=effort.examples(90))
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=400),
     max_batch=st.none() | st.integers(1, 9),

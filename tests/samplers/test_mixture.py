@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, SequentialSampler, Tenso
 
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import BlockShuffleSampler, ElasticSampler, MixtureSampler
+from tests import effort
 from tests.samplers.legs import draw
 
 WEIGHTS = st.lists(st.floats(0.001, 10) | st.just(0.0), min_size=1, max_size=6).filter(any)
@@ -28,7 +29,7 @@ def sources_of(sampler: MixtureSampler, samples: list[int]) -> np.ndarray[Any, A
     return np.searchsorted(np.cumsum(sampler.lengths), samples, side="right")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=effort.examples(36))
 @given(weights=WEIGHTS, seed=st.integers(0, 9), data=st.data())
 def test_every_window_has_each_source_within_one_of_its_share(weights: list[float], seed: int, data: Any) -> None:
     """Of each 1,000 samples, and over all of them together within a few."""
@@ -51,7 +52,7 @@ def test_shares_of_thousandths_hold_from_any_sample_on() -> None:
         assert (np.abs(before[50:] - before[:-50] - 50 * share) <= 3).all()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=effort.examples(30))
 @given(lengths=st.lists(st.integers(1, 60) | st.just(5000), min_size=1, max_size=4), data=st.data())
 def test_each_source_is_gone_through_epoch_by_epoch(lengths: list[int], data: Any) -> None:
     """Each sample once before any comes again; and each epoch of a source has an order of its own."""
@@ -77,7 +78,7 @@ def test_orders_of_short_sources_are_uniform() -> None:
     assert deviation < 60  # chi-squared with 23 degrees of freedom: above in 4 of 100,000 cases
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=effort.examples(36))
 @given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=4), data=st.data())
 def test_where_an_epoch_ends(lengths: list[int], data: Any) -> None:
     """ "first": before any sample comes twice, and one would come next. "all": with the last sample that is missing."""
@@ -95,7 +96,7 @@ def test_where_an_epoch_ends(lengths: list[int], data: Any) -> None:
     assert set(samples[:-1]) != set(range(sum(lengths)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=effort.examples(45))
 @given(
     legs=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 400)), max_size=4),
     last=st.integers(1, 9),
@@ -139,7 +140,7 @@ def test_a_curriculum_changes_shares_and_is_in_the_state(caplog: pytest.LogCaptu
         resumed.set_weights([1, 0], at=7499)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=effort.examples(60))
 @given(
     cuts=st.lists(st.integers(1, 6000), min_size=1, max_size=6, unique=True),
     ranks=st.integers(1, 4),

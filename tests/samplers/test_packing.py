@@ -18,6 +18,7 @@ import asyncloader
 from asyncloader import ConfigurationError
 from asyncloader.samplers import PackingBatchSampler, pack_collate, packed
 from asyncloader.samplers.best_fit import best_fit
+from tests import effort
 
 Tokens = list[torch.Tensor]
 
@@ -65,7 +66,7 @@ def test_blocks_are_full(sigma: float, block_size: int) -> None:
     assert abs(sampler.fill - fill) < 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=effort.examples(90))
 @given(lengths=st.lists(st.integers(0, 45), min_size=1, max_size=60), batch_size=st.integers(1, 4), data=st.data())
 def test_all_tokens_come_once(lengths: list[int], batch_size: int, data: Any) -> None:
     """What is beyond a block is lost with `too_long="cut"`, and no more; nothing of samples that were divided."""
@@ -81,7 +82,7 @@ def test_all_tokens_come_once(lengths: list[int], batch_size: int, data: Any) ->
     assert seen == Counter(token for doc in docs for token in doc[:16].tolist())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=effort.examples(150))
 @given(lengths=st.lists(st.integers(0, 16), min_size=1, max_size=20), shift=st.booleans())
 def test_a_packed_batch_says_where_its_documents_are(lengths: list[int], shift: bool) -> None:
     """In three ways, which agree: ids, positions, boundaries. No label is to be predicted from another document."""

@@ -14,6 +14,7 @@ from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import WeightedSampler, weighted
 from asyncloader.samplers.sums import SumTree
 from asyncloader.seeding.hashing import mix
+from tests import effort
 from tests.samplers.legs import draw
 
 
@@ -60,7 +61,7 @@ def test_orders_are_those_of_the_plain_formulas() -> None:
     assert list(WeightedSampler(weights, 1000, seed=3)) == SumTree(weights).find(uniform).tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=effort.examples(90))
 @given(
     legs=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=4),
     last=st.integers(1, 6),

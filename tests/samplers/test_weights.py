@@ -331,7 +331,7 @@ def test_batch_samplers_have_updates_from_windows_that_are_not_planned_yet() -> 
     assert together[:196] == drawn[3:199]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=effort.examples(90))
 @given(
     legs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30)), min_size=1, max_size=4),
     updates=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 80)), max_size=5),

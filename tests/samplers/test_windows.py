@@ -26,6 +26,7 @@ from asyncloader.samplers import (
     PackingBatchSampler,
     WeightedSampler,
 )
+from tests import effort
 from tests.samplers.legs import draw, flat
 
 Lengths = np.ndarray[Any, Any]
@@ -65,7 +66,7 @@ def some_lengths(count: int, seed: int = 0) -> Lengths:
 
 
 @each_kind
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=effort.examples(60))
 @given(
     count=st.integers(1, 700),
     legs=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 25)), max_size=4),
@@ -91,15 +92,15 @@ def test_every_sample_comes_once_whatever_the_ranks(
 
 @each_kind
 def test_from_four_ranks_to_two_to_eight(kind: str) -> None:
-    """20,000 samples, counted one by one."""
-    lengths = some_lengths(20_000)
+    """10,000 samples, counted one by one."""
+    lengths = some_lengths(10_000)
     drawn = draw(lambda *place: KINDS[kind](lengths, *place, window=1000), [(4, 100), (2, 150)], 8)
-    assert sorted(flat(drawn)) == list(range(20_000))
+    assert sorted(flat(drawn)) == list(range(10_000))
 
 
 @each_kind
 @given(count=st.integers(1, 300), ranks=st.integers(1, 8), drop_last=st.booleans(), epoch=st.integers(0, 3))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=effort.examples(60))
 def test_ranks_have_as_many_batches_as_they_say(kind: str, count: int, ranks: int, drop_last: bool, epoch: int) -> None:
     """`len` is the same on all ranks, and what they yield; what `drop_last` leaves out is less than one step."""
     samplers = [KINDS[kind](some_lengths(count), ranks, rank, drop_last=drop_last) for rank in range(ranks)]
@@ -134,7 +135,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(kind: str) -> None:
 
 
 @each_kind
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=effort.examples(21))
 @given(
     legs=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 20)), max_size=3),
     last=st.integers(1, 5),
@@ -322,7 +323,7 @@ def test_the_length_is_that_of_the_weights_in_a_state() -> None:
     assert len(sampler) == len(other) == len(list(sampler))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=effort.examples(36))
 @given(
     kind=st.sampled_from(["balanced", "by_length", "few_by_length", "packed"]),
     count=st.integers(500, 4000),
