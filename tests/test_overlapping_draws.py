@@ -7,10 +7,13 @@ runs after which depends on how many are in flight and on which worker they are.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Value
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader import DataLoader, sample_rng, sample_seed
+from asyncloader.seeding import turns as blocks
 from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, steps
@@ -333,6 +337,29 @@ def test_draws_beside_blocks_of_threads_depend_on_the_seed_alone() -> None:
     expected = run(Mixed(), concurrency=1, shuffle=False)
     for options in ({"concurrency": 16}, {"concurrency": 5, "num_workers": 2}):
         assert run(Mixed(), shuffle=False, **options) == expected
+
+
+class BlockingLoop:
+    """Coroutines that wait for a thread of theirs without an await, though not for long, or for a block in there."""
+
+    def __init__(self, in_thread: Callable[[], Any]) -> None:
+        self.in_thread = in_thread
+
+    def __len__(self) -> int:
+        return 2 * LENGTH
+
+    async def __getitem__(self, index: int) -> Any:
+        await turns(1)
+        with ThreadPoolExecutor(1) as pool:
+            return index, pool.submit(contextvars.copy_context().run, self.in_thread).result()
+
+
+def test_a_coroutine_that_blocks_the_loop_on_a_block_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever: the block waits for the end of its step. Other threads of coroutines are no matter."""
+    monkeypatch.setattr(blocks, "_PATIENCE_S", 0.2)  # as workers have it, which are forked
+    with pytest.raises(RuntimeError, match="Await the thread"):
+        run(BlockingLoop(in_a_block), concurrency=3)
+    assert len(run(BlockingLoop(os.getpid), concurrency=3)) == 2 * LENGTH // 4
 
 
 def test_a_sample_that_raises_or_is_cancelled_leaves_the_others_alone() -> None:

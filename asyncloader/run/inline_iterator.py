@@ -48,7 +48,7 @@ from asyncloader.run.run_start import RunStart, reads_again
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
 from asyncloader.seeding.generators import GLOBAL, check_of, left_alone
-from asyncloader.seeding.turns import Drawing, alone, untouched
+from asyncloader.seeding.turns import alone, exclusive_draws, untouched
 from asyncloader.worker.batch_maker import BatchMaker, Host
 from asyncloader.worker.job import NoGoodSample
 
@@ -155,7 +155,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             maker.open_fetcher(dataset, iterator)
             kept[:] = [each for each, before, now in zip(GLOBAL, checks, _checks(), strict=True) if before == now]
 
-        with Drawing():  # a state of the dataset may set global generators
+        with exclusive_draws():  # a state of the dataset may set global generators
             maker.begin(start.checkpointer.epoch_spec(0, start.starts), open_source)
         if maker.failure is not None:
             raise maker.failure

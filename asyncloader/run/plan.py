@@ -33,7 +33,7 @@ from asyncloader.run.random_order import Batches, RandomOrder, indices, skip
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
-from asyncloader.seeding.turns import Drawing
+from asyncloader.seeding.turns import exclusive_draws
 
 log = logging.getLogger("asyncloader")
 
@@ -265,7 +265,7 @@ class Plan:
         """Ask the sampler, which may draw, or is to draw its order now. Such answers are counted."""
         self._is_answer = True
         if self._keeps_out:
-            with Drawing() as drawing, self._drawing():
+            with exclusive_draws() as drawing, self._drawing():
                 self._ask()
                 self._count()  # which may take the sampler's state
             self._keeps_out = self._may_draw and not drawing.overstayed
@@ -326,7 +326,7 @@ class Plan:
             states: The states of the sampler, which has loaded its own, and of its iterator.
             batches: How many to leave out from there.
         """
-        with Drawing(), self._order.first() if self._order else nullcontext():
+        with exclusive_draws(), self._order.first() if self._order else nullcontext():
             if self._takes_apart:
                 self._begin_inner()
                 batches *= self._index_sampler.batch_size
@@ -409,7 +409,7 @@ def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Seq
     tell(samplers_within(index_sampler), epochs)
     sampler = stateful_sampler(index_sampler)
     if sampler is not None and states is not None and states["sampler"] is not None:
-        with Drawing():  # it may set global generators
+        with exclusive_draws():  # it may set global generators
             sampler.load_state_dict(states["sampler"])
 
 
@@ -438,7 +438,7 @@ def own_state(index_sampler: Any) -> Frozen | None:
     if sampler is None:
         return None
     try:
-        with Drawing():  # it may be that of a global generator
+        with exclusive_draws():  # it may be that of a global generator
             return Frozen({"sampler": bare_state(sampler), "iterator": None})
     except Exception:
         log.warning("The state of the sampler could not be taken: it is not in states of the loader.", exc_info=True)

@@ -129,10 +129,15 @@ class SampleContext:
             part |= (self.position + _BEFORE_SAMPLES) << 32
         return number, mix_on(self._task, part) if self._task else part
 
+    @property
+    def outermost(self) -> SampleContext:
+        """The context in which this one has begun as a task, or that task; itself, if it is no task's."""
+        return self if self._begun_by is None else self._begun_by.outermost
+
     def of(self, position: int) -> SampleContext:
         """Return the context of a sample, in that of its batch; the same one each time, in each task of the batch."""
         if self._begun_by is not None:
-            return self._begun_by.of(position)
+            return self.outermost.of(position)
         if self._samples is None:
             self._samples = {}
         if position not in self._samples:

@@ -32,7 +32,8 @@ from typing import Any
 from asyncloader.seeding.generators import GLOBAL, restore, states_of
 from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.positions import positions
-from asyncloader.seeding.seeder import Seeder
+from asyncloader.seeding.sample_context import SampleContext
+from asyncloader.seeding.seeder import WHOLE, Seeder
 from asyncloader.seeding.turns import turn
 
 log = logging.getLogger("asyncloader")
@@ -253,6 +254,11 @@ class GeneratorSwitch(Steps):
             )
 
     # ------------------------------------------------------------------------------------- blocks, and whole batches
+
+    def is_in_step_of(self, sample: SampleContext) -> bool:
+        """Whether a step of this sample, or of a task of it, has not come to its end."""
+        draws, first = self._running, sample.outermost
+        return draws is not None and (draws.number, draws.sample.part) in (first.place(), first.place(WHOLE))
 
     def leave(self) -> SampleDraws | None:
         """Have a block begin, in any thread that has the lock. Returns whose step it interrupts."""

@@ -10,16 +10,16 @@ its place in the epoch; so what they draw does not depend on what else is in fli
 In the trainer's process the generators are the trainer's between blocks. Between blocks the loader draws from them, and
 has samplers draw; it notes their states, and restores them. None of this happens while a block runs in another thread:
 
-    untouched()   generators are noted or restored: at once, or when the block that runs has ended
-    Drawing()     others draw, as a sampler does that is read: blocks of other threads wait for its end
-    alone()       a batch is made without workers, and seeds the generators for each of its samples: the same
-    end()         a run ends: no block of its samples begins any more, and `wait_ended` waits for the one that runs
+    untouched()        generators are noted or restored: at once, or when the block that runs has ended
+    exclusive_draws()  others draw, as a sampler does that is read: blocks of other threads wait for its end
+    alone()            a batch is made without workers, and seeds the generators for each of its samples: the same
+    end()              a run ends: no block of its samples begins any more, and `wait_ended` waits for the one that runs
 
 Only a block holds the lock while the user's code runs. A sampler may wait for what a block is to give, or use blocks
-itself: so a `Drawing` takes the lock for a moment, which is when no block runs, and tells blocks that come later. Each
-wait between a block and something else has an end: after `_PATIENCE_S` the one who waits goes on, and the log says that
-what is drawn may differ from run to run. So there is no circle of waits but between blocks, which hold nothing that
-waits.
+itself: so `exclusive_draws` takes the lock for a moment, which is when no block runs, and tells blocks that come later.
+Each wait between a block and something else has an end: after `_PATIENCE_S` the one who waits goes on, and the log says
+that what is drawn may differ from run to run. So there is no circle of waits but between blocks. Those hold nothing
+that waits, but for a sample that waits for a block of its own, in a thread: that is refused after the same time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from itertools import starmap
 from typing import Any
 
 from asyncloader.errors import LoaderClosedError
-from asyncloader.seeding.generators import GLOBAL, left_alone, restore, states_of
+from asyncloader.seeding.generators import GLOBAL, left_alone
 from asyncloader.seeding.sample_context import BATCH, EpochKey, SampleContext, current
 from asyncloader.seeding.seeder import BLOCK
 
@@ -57,8 +57,7 @@ class _Turn:
         holder: The sample, in the thread that has the lock. A sample of a run that is over may not seed anything.
         num_blocks: How many blocks have begun and ended. What moves generators meanwhile may be them.
         is_trainers: The global generators are those of the trainer, and are given back after each turn.
-        drawings: Draws that go on; each thread adds and removes its own, and adds with the lock held: never inside a
-            block.
+        drawings: Draws that go on; each thread adds its own with the lock held, never inside a block.
     """
 
     def __init__(self, *, is_trainers: bool = True) -> None:
@@ -69,8 +68,8 @@ class _Turn:
         self.drawings: list[weakref.ref[Drawing]] = []  # one that a Ctrl-C keeps from ending is gone by itself
 
     def going_on(self) -> list[Drawing]:
-        """Return the drawings that have begun."""
-        return [drawing for each in tuple(self.drawings) if (drawing := each()) is not None]
+        """Return the drawings that have begun, and are not over."""
+        return [drawing for each in tuple(self.drawings) if (drawing := each()) is not None and drawing.ended.locked()]
 
     def keeps_out(self, epoch: object) -> bool:
         """Whether somebody draws in another thread, whose end a block of this epoch waits for."""
@@ -100,40 +99,21 @@ os.register_at_fork(after_in_child=_renew)
 
 
 class Drawing:
-    """Blocks of other threads wait while the user's code draws from generators of the trainer, inside this.
-
-    Args:
-        epoch: The epoch of samples that seed the generators inside: their states meanwhile are not the trainer's
-            either.
+    """A piece of the user's code that draws from generators of the trainer: see `exclusive_draws`.
 
     Attributes:
+        epoch: The epoch of samples that seed the generators inside: their states meanwhile are not the trainer's
+            either. None for others.
         overstayed: Blocks have gone on meanwhile: it waits for something, it seems.
+        ended: Held until it is over.
     """
 
-    __slots__ = ("__weakref__", "_ended", "_thread", "_turn", "epoch", "overstayed")
-
-    def __init__(self, epoch: EpochKey | None = None) -> None:
+    def __init__(self, epoch: EpochKey | None) -> None:
         self.epoch = epoch
         self.overstayed = False
+        self.ended = threading.Lock()
+        self.ended.acquire()
         self._thread = threading.get_ident()
-        self._turn = _turn
-        self._ended = threading.Lock()
-        self._ended.acquire()
-
-    def __enter__(self) -> Drawing:
-        try:
-            with untouched():
-                drawings = self._turn.drawings
-                drawings.append(weakref.ref(self, drawings.remove))
-        except BaseException:  # Ctrl-C: blocks must not wait for what has not begun
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        with contextlib.suppress(ValueError):
-            self._turn.drawings.remove(weakref.ref(self))
-        self._ended.release()
 
     def keeps_out(self, epoch: object = None) -> bool:
         """Whether the calling thread has to wait for it, to seed the generators for a sample of this epoch.
@@ -147,11 +127,15 @@ class Drawing:
         """Wait until it has ended, if the calling thread has to; see `keeps_out`."""
         if not self.keeps_out(epoch):
             return
-        if self._ended.acquire(timeout=patience_s):
-            self._ended.release()
+        if self.ended.acquire(timeout=patience_s):
+            self.ended.release()
         else:
             self.overstayed = patience_s >= _PATIENCE_S
             _warn('A sampler that is read, or a batch that is made under seeding="sample",', patience_s)
+
+
+# A handler of a signal may raise after any call. What is taken here is given back in a `finally` of a generator, which
+# runs also where a handler has raised before its `with` has begun, or as it ended: whoever drops the generator runs it.
 
 
 @contextlib.contextmanager
@@ -173,6 +157,18 @@ def untouched(patience_s: float | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def exclusive_draws(epoch: EpochKey | None = None) -> Iterator[Drawing]:
+    """Have blocks of other threads wait while the user's code draws from generators of the trainer inside this."""
+    turn, drawing = _turn, Drawing(epoch)
+    try:
+        with untouched():
+            turn.drawings.append(weakref.ref(drawing, turn.drawings.remove))
+        yield drawing
+    finally:
+        drawing.ended.release()
+
+
+@contextlib.contextmanager
 def alone(epoch: EpochKey, own: Iterable[Any] = ()) -> Iterator[None]:
     """Leave the global generators as they are, whatever is drawn from them, or seeded, meanwhile for this epoch.
 
@@ -183,7 +179,7 @@ def alone(epoch: EpochKey, own: Iterable[Any] = ()) -> Iterator[None]:
     Raises:
         LoaderClosedError: if its run is over.
     """
-    with Drawing(epoch):
+    with exclusive_draws(epoch):
         _refuse_if_over(epoch)
         with left_alone((*GLOBAL, *own)):
             yield
@@ -230,7 +226,8 @@ def _warn(who: str, patience_s: float) -> None:
     )
 
 
-class sample_seed:  # read as a function that returns a context manager
+@contextlib.contextmanager
+def sample_seed(position: int | None = None) -> Iterator[None]:
     """Make what is drawn in a block the sample's own, where samples are fetched at the same time.
 
     With ``seeding="sample"``, Python's, numpy's and torch's global generators are seeded for the block by the sample's
@@ -258,96 +255,80 @@ class sample_seed:  # read as a function that returns a context manager
         ...         with asyncloader.sample_seed():
         ...             return self.augment(decode(data))
     """
+    sample, outside = current.get(None), None
+    try:
+        if sample is not None and position is not None and sample.position == BATCH:
+            sample = sample.of(position)
+            for outside in starmap(current.set, ((sample,),)):  # noqa: B007 - an assignment, see `_ONCE`
+                pass
+        if sample is None or (sample.first is None and sample.switch is None):
+            yield
+        else:
+            with _block_turn(sample) as turn, _block(sample, turn):
+                yield
+    finally:
+        if outside is not None:
+            try:  # noqa: SIM105
+                current.reset(outside)
+            except ValueError:  # a block that was dropped, in another context
+                pass
 
-    _turn: _Turn
-    _is_held: bool | None = False
-    _is_holder: bool = False
-    _states: Sequence[tuple[Any, Any]] = ()
-    _outside: Any = None
-    _switch: Any = None
-    _interrupted: Any = None
 
-    def __init__(self, position: int | None = None) -> None:
-        self._position = position
-
-    # A handler of a signal may raise after any call. So the lock is noted as held with no call in between, and the end
-    # of a block can be made again. Where `__exit__` has not even begun, whoever drops this makes it.
-
-    def __enter__(self) -> None:
-        sample = current.get(None)
-        if sample is None:
-            return
-        try:
-            if self._position is not None and sample.position == BATCH:
-                sample = sample.of(self._position)
-                for self._outside in starmap(current.set, ((sample,),)):
-                    pass
-            if sample.first is not None or sample.switch is not None:
-                self._begin(sample)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def _begin(self, sample: SampleContext) -> None:
-        self._turn = turn = _turn
-        while not self._is_held:
+@contextlib.contextmanager
+def _block_turn(sample: SampleContext) -> Iterator[_Turn]:
+    """Wait until it is the sample's turn, and no longer if it would wait for itself."""
+    turn, epoch = _turn, sample.seeder.key
+    is_held: bool | None = False
+    try:
+        while not is_held:
             for drawing in turn.going_on():
-                drawing.wait_ended(_PATIENCE_S, sample.seeder.key)
-            for self._is_held in starmap(turn.lock.acquire, _ONCE):
+                drawing.wait_ended(_PATIENCE_S, epoch)
+            for is_held in starmap(turn.lock.acquire, ((True, _PATIENCE_S),)):  # noqa: B007
                 pass
-            if turn.keeps_out(sample.seeder.key):
-                self._release()
-        if turn.holder is not None:
-            if turn.holder is not sample:
+            if is_held and turn.keeps_out(epoch):
+                for is_held in starmap(turn.lock.release, _ONCE):  # noqa: B007
+                    pass
+            elif not is_held and _waits_for_itself(turn, sample):
                 raise RuntimeError(
-                    "a sample entered a sample_seed() block while another one of the same event loop was in one: "
-                    "there is an await inside the block. Await before it, or after it."
+                    f"a sample has waited for {_PATIENCE_S:g} s to enter a sample_seed() block in a thread, while its "
+                    "coroutine, or another block of it, has waited for that thread and held the event loop. Await the "
+                    "thread (asyncio.to_thread), outside of blocks."
                 )
-            self._release()  # a block inside a block: the outer one goes on
-            return
-        seeder = sample.seeder
-        if (switch := sample.switch) is not None:
-            self._switch, self._interrupted = switch, switch.leave()
-        self._is_holder, turn.holder = True, sample
-        _refuse_if_over(seeder.key)
-        self._states = states_of((*GLOBAL, *seeder.own)) if turn.is_trainers else ()
-        turn.num_blocks += 1
-        seeder(*sample.place(BLOCK + 3 * sample.next_block() - min(sample.position, 0)))
-
-    def _release(self) -> None:
-        lock = self._turn.lock
-        for self._is_held in starmap(lock.release, _ONCE):
-            pass
-
-    def __exit__(self, *exc_info: object) -> None:
-        try:
-            self._end()
-        except BaseException:
-            self._end()
-            raise
-
-    def _end(self) -> None:
-        if (outside := self._outside) is not None:
-            for self._outside in starmap(current.reset, ((outside,),)):
+        yield turn
+    finally:
+        if is_held:
+            try:  # noqa: SIM105 - a call before this one would be a moment for a Ctrl-C
+                turn.lock.release()
+            except RuntimeError:  # a block that was dropped, in another thread
                 pass
-        if self._is_holder:
-            restore(self._states)
-            self._turn.num_blocks += 1
-            self._turn.holder, self._states, self._is_holder = None, (), False
-            if self._switch is not None:
-                self._switch.go_on(self._interrupted)
-        if self._is_held:
-            self._release()
 
-    def __del__(self) -> None:
-        if self._is_held:
-            try:
-                self._end_late()
-            except BaseException:  # another Ctrl-C
-                self._end_late()
-                raise
 
-    def _end_late(self) -> None:
-        self._outside = None  # whoever has set the sample before it has set another one since
-        with contextlib.suppress(RuntimeError):  # this is another thread
-            self._end()
+def _waits_for_itself(turn: _Turn, sample: SampleContext) -> bool:
+    return turn.holder is sample or (sample.switch is not None and sample.switch.is_in_step_of(sample))
+
+
+@contextlib.contextmanager
+def _block(sample: SampleContext, turn: _Turn) -> Iterator[None]:
+    """Seed the generators for a block, and give them back to the trainer after it. With the lock of the turn held."""
+    if turn.holder is sample:  # a block inside a block: the outer one goes on
+        yield
+        return
+    if turn.holder is not None:
+        raise RuntimeError(
+            "a sample entered a sample_seed() block while another one of the same event loop was in one: there is an "
+            "await inside the block. Await before it, or after it."
+        )
+    seeder, switch = sample.seeder, sample.switch
+    interrupted = None if switch is None else switch.leave()
+    turn.holder = sample
+    try:
+        _refuse_if_over(seeder.key)
+        with left_alone((*GLOBAL, *seeder.own)) if turn.is_trainers else contextlib.nullcontext():
+            turn.num_blocks += 1
+            seeder(*sample.place(BLOCK + 3 * sample.next_block() - min(sample.position, 0)))
+            yield
+    finally:
+        turn.num_blocks += 1
+        turn.holder = None
+        if switch is not None:
+            switch.go_on(interrupted)

@@ -82,7 +82,7 @@ def assert_reproducible(
 
     With ``seeding="sample"``, the default here, a sample has draws of its own from the global generators; where samples
     share these (on threads of one process, or with the trainer, in whose process an async dataset runs without
-    workers), only in a :class:`asyncloader.sample_seed` block. Draws from :func:`asyncloader.sample_rng` are a sample's
+    workers), only in a :func:`asyncloader.sample_seed` block. Draws from :func:`asyncloader.sample_rng` are a sample's
     own anywhere.
 
     Args:

@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -209,7 +209,7 @@ class Beside:
 alone = partial(turns.alone, EpochKey(KEY))
 
 
-@pytest.mark.parametrize("others", [turns.Drawing, turns.untouched, alone])
+@pytest.mark.parametrize("others", [turns.exclusive_draws, turns.untouched, alone])
 @pytest.mark.parametrize("seeding", [sample_seed, alone])
 def test_nobody_draws_or_looks_while_another_thread_has_seeded_the_generators(seeding: Any, others: Any) -> None:
     """What a block has seeded is not the trainer's; nor is what a batch has that is made without workers."""
@@ -221,7 +221,7 @@ def test_nobody_draws_or_looks_while_another_thread_has_seeded_the_generators(se
     assert not beside.was_disturbed
 
 
-@pytest.mark.parametrize("drawing", [turns.Drawing, alone])
+@pytest.mark.parametrize("drawing", [turns.exclusive_draws, alone])
 def test_a_block_waits_for_what_draws_in_another_thread(drawing: Any, in_a_sample: SampleContext) -> None:
     """A sampler that is read draws from the trainer's generators."""
     with Beside(drawing) as beside, sample_seed():
@@ -231,10 +231,10 @@ def test_a_block_waits_for_what_draws_in_another_thread(drawing: Any, in_a_sampl
 
 def test_a_sampler_may_look_at_the_generators_and_use_blocks(in_a_sample: SampleContext) -> None:
     """It runs in one thread with these: a loader inside a sample has samplers too."""
-    with turns.Drawing(), turns.untouched(), sample_seed():
+    with turns.exclusive_draws(), turns.untouched(), sample_seed():
         expected = draw()
     current.set(SampleContext(SEEDER, 0, 0, first=5))
-    with alone(), turns.Drawing(), sample_seed(), turns.Drawing():
+    with alone(), turns.exclusive_draws(), sample_seed(), turns.exclusive_draws():
         assert draw() == expected
 
 
@@ -251,7 +251,7 @@ def test_a_sampler_that_waits_for_a_block_does_not_wait_for_ever(
             given.set()
 
     thread = threading.Thread(target=sample)
-    with turns.Drawing() as drawing:
+    with turns.exclusive_draws() as drawing:
         thread.start()
         assert given.wait(30)
     thread.join(30)
@@ -264,10 +264,35 @@ def test_a_block_that_waits_for_the_loader_does_not_wait_for_ever(
 ) -> None:
     """The loader goes on after a while, and the log says what may come of it."""
     monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
-    with Beside(sample_seed) as beside, turns.Drawing():
+    with Beside(sample_seed) as beside, turns.exclusive_draws():
         beside.meanwhile.set()
     assert beside.was_disturbed
     assert "A sample_seed() block has had the global random generators" in caplog.text
+
+
+@pytest.mark.parametrize("is_its_own", [True, False])
+def test_a_block_that_waits_for_a_block_of_its_own_sample_is_refused(
+    is_its_own: bool, in_a_sample: SampleContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of the sample's, with its context, would wait for ever. Blocks of others are waited for."""
+    monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
+    other = SampleContext(SEEDER, 0, 1, first=5)
+
+    def draw_in_a_block() -> float:
+        current.set(in_a_sample if is_its_own else other)
+        with sample_seed():
+            return random.random()
+
+    with ThreadPoolExecutor(1) as pool:
+        with sample_seed():
+            drawn = pool.submit(draw_in_a_block)
+            if is_its_own:
+                with pytest.raises(RuntimeError, match="a sample has waited for"):
+                    drawn.result(30)
+            else:
+                assert not wait([drawn], timeout=0.3).done
+        if not is_its_own:
+            drawn.result(30)
 
 
 def test_a_fork_has_no_turn_that_another_thread_had() -> None:
