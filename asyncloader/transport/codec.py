@@ -142,7 +142,7 @@ class Encoder:
         return _PLACED
 
     def _enter(self, address: int, nbytes: int) -> bool:
-        """Note the place of memory that is in a slab of this process; False if it is elsewhere."""
+        """Note the place of memory, if that is in a slab of this process; return whether it is."""
         if self._heap is None or (found := self._heap.locate(address, nbytes)) is None:
             return False
         region, offset = found
