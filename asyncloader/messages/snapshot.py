@@ -42,29 +42,24 @@ class Frozen:
     Attributes:
         taken_at: On `time.perf_counter`, which all processes of a machine share.
         ended: An iterator had come to its end when this was taken of it.
+        can_travel: It can be sent to another process.
     """
 
-    __slots__ = ("_copy", "_pickled", "_text", "ended", "taken_at")
+    __slots__ = ("_kept", "_text", "can_travel", "ended", "taken_at")
 
     def __init__(self, state: Any, *, ended: bool = False) -> None:
         self.ended = ended
         self.taken_at = perf_counter()
         self._text: str | None = None
-        self._copy: Any = None
-        self._pickled: bytes | None = None
+        self.can_travel = True
         try:
-            self._pickled = pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
+            self._kept: Any = pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
         except Exception:  # whatever its classes raise
-            self._copy = copy.deepcopy(state)
-
-    @property
-    def can_travel(self) -> bool:
-        """Whether it can be sent to another process."""
-        return self._pickled is not None
+            self._kept, self.can_travel = copy.deepcopy(state), False
 
     def thaw(self) -> Any:
         """Return the state, a new one each time."""
-        return copy.deepcopy(self._copy) if self._pickled is None else pickle.loads(self._pickled)
+        return pickle.loads(self._kept) if self.can_travel else copy.deepcopy(self._kept)
 
     def plain(self) -> Any:
         """Write it down as `plain` does."""

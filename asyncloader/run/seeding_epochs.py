@@ -25,19 +25,12 @@ class SeedingEpochs:
         """Note an epoch that begins."""
         self._keys.append(key)
 
-    def end(self) -> None:
-        """End all epochs; wait for the sample that has the generators, 10 s at most, and then warn."""
-        self._end(self._keys.copy())
+    def end(self, key: object = None, *, others: bool = False) -> None:
+        """End an epoch, if it has begun here, or all others; by default all.
 
-    def end_one(self, key: tuple[int, int, int]) -> None:
-        """End this epoch as `end` does, if it has begun here."""
-        self._end([each for each in self._keys if each is key])
-
-    def end_others(self, key: tuple[int, int, int]) -> None:
-        """End all epochs but this one."""
-        self._end([each for each in self._keys if each is not key])
-
-    def _end(self, keys: list[EpochKey]) -> None:
+        Wait for the sample that has the generators, 10 s at most, and then warn.
+        """
+        keys = [each for each in self._keys if key is None or (each is key) is not others]
         if turns.end(keys):
             turns.wait_ended()
         self._keys[:] = [each for each in self._keys if not each.is_over]

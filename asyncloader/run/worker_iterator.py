@@ -161,7 +161,7 @@ class WorkerIterator(BaseIterator[T_co]):
         """Have consumers take from a run that has begun."""
         self._run, self.is_closed, self._face, self._pass = run, False, "", None  # the next call decides the face
         self._meter = self._runs.meter = run.meter
-        self._seeding.end_others(run.epoch.key)
+        self._seeding.end(run.epoch.key, others=True)
 
     def _restart(self, loader: Any, state: LoaderState) -> None:
         self._run.leave()
@@ -351,7 +351,7 @@ class WorkerIterator(BaseIterator[T_co]):
             if run.all_taken:
                 if not self._persistent_workers:
                     self._engine.request_close()  # the workers may go
-                self._seeding.end_one(run.epoch.key)  # samples of a batch that was given up may still be in work
+                self._seeding.end(run.epoch.key)  # samples of a batch that was given up may still be in work
         return None
 
     def _give(self, run: Run, item: Item, asked_at: float, came_at: float, *, in_async_for: bool = False) -> Any:
