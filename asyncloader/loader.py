@@ -249,7 +249,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not (options := self._loader_options(iterator.asked)).has_workers:
             return None
         if is_held:
-            self._runs.current.warn_of_restart()
+            self._runs.warn_of_restart()
         iterator.begin_next(self, options)
         return cast("WorkerIterator[T_co]", iterator)
 

@@ -187,7 +187,7 @@ class Program:
 
     def save(self) -> None:
         self.warnings.clear()
-        self.loader._runs.current._warned.clear()
+        self.loader._runs.warned.clear()
         state = self.loader.state_dict()
         current, is_doubtful = self.current()
         place: tuple[int, int] | None = self.loaded

@@ -619,7 +619,7 @@ def test_a_state_is_of_one_moment() -> None:
         iterator: Any = iter(loader)
         for _ in range(3):
             next(iterator)
-        looks, latest, here = itertools.count(), inside.runs(loader).current.run(), threading.current_thread()
+        looks, latest, here = itertools.count(), inside.runs(loader).run(), threading.current_thread()
         assert latest is not None
 
         class Looked(Progress):

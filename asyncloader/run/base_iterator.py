@@ -164,7 +164,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             start = begin_run(None, prepare=prepare, left=left)
         else:
             start = begin_run(state, prepare=prepare)
-        self._runs.current.hand_on(self)
+        self._runs.hand_on(self)
         self._checkpointer = start.checkpointer
         start.plan.end_with(self)
         if self._options.seeds_here:

@@ -156,7 +156,7 @@ def _put_anew(
     if prepare is not None:  # it draws the base seed; so generators are looked at after it
         with exclusive_draws():
             prepare()
-    latest = runs.current.run()
+    latest = runs.run()
     if latest is not None and latest.progress.finished:
         runs.set_epochs.warn_of_same_order(options, [*latest.sampler_epochs, *latest.dataset_epochs])
     at_iter, last = rng.capture(), None if latest is None else latest.sampler_epochs

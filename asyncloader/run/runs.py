@@ -1,4 +1,13 @@
-"""The memory of a loader that outlasts its runs over the data."""
+"""The memory of a loader that outlasts its runs over the data, and which of them its methods speak of.
+
+    for batch in loader:                    run 0
+        if step == 6:
+            picture(next(iter(loader)))     run 1 begins and is dropped after a batch: it was a look beside run 0
+    loader.state_dict()                     run 0 was used last: the methods speak of it
+
+A run that was dropped after one batch at most was a look, and the methods speak of the run beside it, if that has
+outlived it. Nothing is noted for this when a batch is given: figures have the time at which it was taken.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +25,7 @@ from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, shared_trace
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import Checkpointer, initial_state, warn_once
-from asyncloader.run.current_run import CurrentRun
+from asyncloader.run.checkpoint import Checkpointer, initial_state, nobody, warn_once
 from asyncloader.run.plan import keeps_place, order_generators, since_preload
 from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.run.set_epochs import SetEpochs
@@ -31,15 +40,34 @@ _SHARED = (
     "both, so a state of the loader may go on with other samples than the iterator does. To look at a batch inside a "
     "loop, use another loader with a sampler of its own."
 )
+_MOST_DROPPED = 64
+"""References to iterators that are gone."""
+_IN_DOUBT = (
+    "The loader's state was asked for while two of its iterators were in use. It is that of the one that has given %d "
+    "batches, not of the other, which has given %d. If the other one is meant, call state_dict() of that iterator. If "
+    "an iterator is no longer needed, delete it, or close() it."
+)
+_USED_UP = (
+    "The state that was loaded is used up: an iterator has begun at it, and was dropped before its end, after %d "
+    "batches. The iterator that begins now begins an epoch anew. If that was a look at a batch before training, load "
+    "the state again after the look."
+)
+_RESTARTED = (
+    "iter(loader) was called while another iterator was in use, which had given %d batches and was not at its end. "
+    "With persistent_workers=True both are one: a loop that is still going on goes on in the new run, from its "
+    "beginning. To look at a batch inside a loop, use another loader, or loader.batch(epoch, number)."
+)
 
 
 class Runs:
     """The runs of one loader. Its iterators write; nobody here holds an iterator, or the loader.
 
+    Used in the threads of consumers; iterators may be dropped in any thread.
+
     Attributes:
         begun: How many there were, which is the epoch of the next one.
         past: Makes states of the last ones of the same history: of those before a state was loaded there are none.
-        current: Knows which one is spoken of.
+        records: The newest run, and before it those whose iterators were alive when it began.
         loaded: A state that the next one begins from.
         set_epochs: What samplers and the dataset were told by `set_epoch`.
         warned: The warnings that were logged about states, once each.
@@ -49,7 +77,10 @@ class Runs:
     def __init__(self) -> None:
         self.begun = 0
         self.warned: set[str] = set()
-        self.current = CurrentRun(self.warned)
+        self.records: tuple[Checkpointer, ...] = ()
+        # References to iterators that were dropped, in this order. Each is put here without a function of ours: what
+        # the handler of a signal raises in one, while an object goes, is lost.
+        self._dropped: deque[Any] = deque(maxlen=_MOST_DROPPED)
         self.past: deque[Checkpointer] = deque(maxlen=_REMEMBERED)
         self._meter: Meter | None = None
         self.loaded: LoaderState | None = None
@@ -60,11 +91,10 @@ class Runs:
 
     def __getstate__(self) -> dict[str, Any]:
         forgotten = dict.fromkeys(("_meter", "_trace"))
-        anew = {
-            "current": CurrentRun(self.warned),
-            "past": deque(maxlen=_REMEMBERED),
-        }
-        return {**vars(self), **forgotten, **anew, "set_epochs": copy.copy(self.set_epochs)}
+        past: deque[Any] = deque(maxlen=_REMEMBERED)
+        dropped: deque[Any] = deque(maxlen=_MOST_DROPPED)
+        anew = {"records": (), "past": past, "_dropped": dropped, "set_epochs": copy.copy(self.set_epochs)}
+        return {**vars(self), **forgotten, **anew}
 
     def state(self, options: Callable[[], Options]) -> LoaderState:
         """Return a state to go on from: in the middle of the newest run, or before the next one.
@@ -75,7 +105,7 @@ class Runs:
         if self.loaded is not None:
             state = copy.deepcopy(self.loaded)
             return replace(state, samplers=since_preload(options().index_sampler, state.samplers))
-        run = self.current.run(of_state=True)
+        run = self.run(of_state=True)
         if run is None:
             there = options()
             keys = self.generator_keys.following(self.generators(there), self.begun)
@@ -109,37 +139,87 @@ class Runs:
     @property
     def meter(self) -> Meter | None:
         """Counts what happens in the run that is spoken of; that of the last one, if a state was loaded since."""
-        run = self.current.run()
+        run = self.run()
         return self._meter if run is None else run.meter
 
     @meter.setter
     def meter(self, meter: Meter) -> None:
         self._meter = meter
-        if self.current.records:
-            self.current.records[-1].meter = meter
+        if self.records:
+            self.records[-1].meter = meter
 
     @property
     def iterator(self) -> Any:
         """The iterator over the run that is spoken of; None if that is gone, or there is no run."""
-        return None if (run := self.current.run()) is None else run.iterator()
+        return None if (run := self.run()) is None else run.iterator()
 
     def begin(self, checkpointer: Checkpointer, state: LoaderState | None) -> None:
         """Note a run that begins, anew or from a state."""
+        last = self.run()
+        if last is not None and last.iterator is not nobody and not last.is_alive:
+            self._warn_if_used_up(last)
+        self.records = (*(each for each in self.records if each.is_alive), checkpointer)
         if state is not None:
             self.past.clear()
         self.begun = max(checkpointer.epoch + 1, 0 if state is None else state.begun)
-        self.current.begin(checkpointer)
         if not checkpointer.options.is_iterable:
             for run in self.past:
                 if run.progress.asked_alone is None:
                     run.progress.asked_alone = run.progress.asked
             self.past.append(checkpointer)
 
+    def hand_on(self, iterator: Any) -> None:
+        """Note the iterator of the newest run. With persistent workers it had another run before, which is over."""
+        *older, newest = self.records
+        for each in older:
+            if each.iterator() is iterator:
+                self._warn_if_used_up(each)
+                self.records = (*(other for other in older if other is not each), newest)
+                break
+        newest.iterator = weakref.ref(iterator, self._dropped.append)
+
+    def run(self, *, of_state: bool = False) -> Checkpointer | None:
+        """Return the current run; None before the first one.
+
+        Args:
+            of_state: A state is to be made of it. If there is doubt, a warning says which run that is.
+        """
+        if not self.records:
+            return None
+        *others, last = sorted(self.records, key=attrgetter("used_at"))
+        rivals = [each for each in others if each.is_alive or (not last.is_alive and self._has_outlived(each, last))]
+        if not rivals or (last is self.records[-1] and last.is_alive):
+            return last
+        meant, other = (rivals[-1], last) if last.was_a_look else (last, rivals[-1])
+        if of_state:
+            warn_once(self.warned, _IN_DOUBT, meant.given, other.given)
+        return meant
+
+    def warn_of_restart(self) -> None:
+        """Warn if the run whose workers are to begin another one has given batches, and has more."""
+        last = self.run()
+        if last is not None and last.given and not last.progress.end_is_known and last.iterator() is not None:
+            warn_once(self.warned, _RESTARTED, last.given)
+
+    def _has_outlived(self, run: Checkpointer, other: Checkpointer) -> bool:
+        """Whether the iterator of a run was dropped after that of another one, or may have come to its end after it."""
+        dropped = list(self._dropped)
+        if run.iterator not in dropped or other.iterator not in dropped:  # closed, or at its end, some time ago
+            return True
+        return dropped.index(run.iterator) > dropped.index(other.iterator)
+
+    def _warn_if_used_up(self, last: Checkpointer) -> None:
+        if last.is_resumed and not last.progress.end_is_known:
+            warn_once(self.warned, _USED_UP, last.given)
+
     def load(self, state: LoaderState | None, options: Options) -> None:
         """Have the next run begin from a state that fits; None for the very first."""
         self.note_load(state, options)
         self.loaded = state
-        self.current.close_all()
+        for each in self.records:
+            if (iterator := each.iterator()) is not None:
+                iterator.leave()
+        self.records = ()
         self.past.clear()
         self.begun = 0
 
@@ -169,7 +249,7 @@ class Runs:
 
     def number_is_set(self) -> None:
         """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
-        if (latest := self.current.run()) is not None:
+        if (latest := self.run()) is not None:
             latest.num_workers = None
 
     def make_meter(

@@ -65,7 +65,7 @@ def test_epochs_are_counted() -> None:
     assert [start.checkpointer.epoch for start in starts] == [0, 1, 2]
     assert {start.checkpointer.key[1] for start in starts} == {0}  # each has a base seed of its own
     assert runs.begun == 3
-    assert runs.current.run() is starts[2].checkpointer
+    assert runs.run() is starts[2].checkpointer
     other = Runs()
     assert started(settings_of(), starts[1].checkpointer.state(), other).checkpointer.epoch == 1
     assert other.begun == 2
