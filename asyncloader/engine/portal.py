@@ -36,7 +36,7 @@ from asyncloader.engine.answer import Answer
 from asyncloader.errors import LoaderClosedError, could_not_start, exiting, on_the_loop
 from asyncloader.seeding.sample_context import tell_tasks_apart
 from asyncloader.signals import HandlersWait
-from asyncloader.worker.loops import run_forever
+from asyncloader.worker.loops import new_event_loop, run_forever
 
 T = TypeVar("T")
 
@@ -220,11 +220,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
         try_descriptors(_DESCRIPTORS)
     except OSError as error:
         raise could_not_start(error) from error
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    return new_event_loop()
 
 
 _portal: Portal | None = None

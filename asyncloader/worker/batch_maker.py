@@ -109,7 +109,6 @@ class BatchMaker:
 
     Attributes:
         host: Where it is.
-        stalls_due_at: When `stalled_s` may be asked again; that takes 20 to 100 us.
         keeper: Keeps the state of the dataset in this run, if it has one.
         failure: The exception that stands for every batch of this run, or None.
         seeder: The seeder of this run.
@@ -154,7 +153,7 @@ class BatchMaker:
         self._told: tuple[int | None, ...] = ()  # the epochs of the run before
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
-        self._stalled_s, self.stalls_due_at = stalled_s(), perf_counter() + _STALLS_EVERY_S
+        self._stalled_s, self._stalls_due_at = stalled_s(), perf_counter() + _STALLS_EVERY_S
         self._memory: PrivateBytes | None = None
         if isinstance(spec, WorkerSpec):
             self.spec = spec
@@ -504,18 +503,15 @@ class BatchMaker:
         """Return the state that the next run begins with, after the end of a stream, if the dataset is here then."""
         return self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
 
-    def stalled_s(self, now: float) -> float:
-        """Return how long the calling thread got no core since this was asked last."""
-        self.stalls_due_at = now + _STALLS_EVERY_S
-        before, self._stalled_s = self._stalled_s, stalled_s()
-        return self._stalled_s - before
-
     def _record(self, work: Work) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""
         now = perf_counter()
         began, fetched = work.began, work.fetched or now
         cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
-        stalled = self.stalled_s(now) if now >= self.stalls_due_at else 0.0
+        stalled = 0.0
+        if now >= self._stalls_due_at:
+            before, self._stalled_s, self._stalls_due_at = self._stalled_s, stalled_s(), now + _STALLS_EVERY_S
+            stalled = self._stalled_s - before
         fields = (
             work.ticket,
             self._epoch.number,

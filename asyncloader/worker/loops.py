@@ -1,8 +1,9 @@
-"""Loops that go on after SystemExit and KeyboardInterrupt, which end asyncio's: others use the same loop, or thread.
+"""The loops of the portal and of workers, which go on after SystemExit and KeyboardInterrupt.
 
 asyncio lets both out of `run_forever`, whatever task or callback raised them, for it takes them for the wish to end the
-program. In a worker process that is what they do. In the trainer's process a sample cannot end the loop that serves all
-loaders: what was raised is the failure of the batch, like anything else that a sample raises.
+program. In a worker process that is what they do. In the trainer's process others use the same loop, or thread, and a
+sample cannot end the loop that serves all loaders: what was raised is the failure of the batch, like anything else that
+a sample raises.
 """
 
 from __future__ import annotations
@@ -16,6 +17,15 @@ from typing import Any, TypeVar
 from asyncloader import threads
 
 T = TypeVar("T")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Make a loop: uvloop's where there is one."""
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def run_forever(loop: asyncio.AbstractEventLoop) -> None:

@@ -29,15 +29,6 @@ from asyncloader.worker.thread_fetcher import ThreadFetcher
 from asyncloader.worker.transport import WorkerTransport
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Make a loop for a worker: uvloop's where there is one."""
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
 def make_loop(
     worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception
 ) -> SerialLoop | OverlapLoop:
@@ -60,7 +51,7 @@ class OverlapLoop(TicketLoop):
 
     def run(self) -> None:
         """Answer tickets until END, on a loop of its own."""
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
             try:
                 if self._transport.ends(SystemExit()):
                     runner.run(self.serve())
@@ -184,23 +175,19 @@ class OverlapLoop(TicketLoop):
 
     def _on_exhausted(self, ticket: int) -> None:
         self._ended = True
-        self._tell_at_end(lambda: self._transport.send_outcome([self._maker.exhausted(ticket)]))
+        self._tell_at_end([self._maker.exhausted(ticket)])
 
     def _on_finished(self, job: Job) -> None:
-        """Make a batch of the samples; at the end of the data, if that is so."""
-        if job.is_last:
-            self._tell_at_end(partial(self._make_batch, job))
-        else:
-            self._make_batch(job)
-
-    def _make_batch(self, job: Job) -> None:
         """Make a batch of the samples. An exception must not reach the task that calls."""
         job.fetched = self._idle_since = perf_counter()
         try:
             held = [self._maker.gathered(job)]
             if isinstance(self._maker.switch, DrawWatch):
                 self._maker.switch.on_batch()
-            self._transport.send_outcome(held)
+            if job.is_last:
+                self._tell_at_end(held)
+            else:
+                self._transport.send_outcome(held)
         except BaseException as error:
             self._stop(error)
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
+from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.batch_maker import BatchMaker
 from asyncloader.worker.transport import WorkerTransport
 
@@ -38,7 +37,7 @@ class TicketLoop:
         self._tickets: deque[tuple[int, Any]] = deque()
         self._ended = False  # before the tickets that come from now on
         self._idle_since = perf_counter()
-        self._untold: list[Callable[[], None]] = []
+        self._untold: list[list[Outcome]] = []
         self._is_confirmed = False
 
     def modes(self) -> contextlib.AbstractContextManager[None]:
@@ -65,16 +64,16 @@ class TicketLoop:
             self._epoch = contents
             self._begin()
 
-    def _tell_at_end(self, tell: Callable[[], None]) -> None:
-        """Call `tell`, which sends an outcome that follows from the end of the data, once the parent has confirmed.
+    def _tell_at_end(self, held: list[Outcome]) -> None:
+        """Send an outcome that follows from the end of the data, once the parent has confirmed.
 
         By then the worker has lived on for a message to the parent and back. Data may seem to end because the worker
         ends: their source was killed with the worker, or the worker is being taken down.
         """
         if self._is_confirmed:
-            tell()
+            self._transport.send_outcome(held)
             return
-        self._untold.append(tell)
+        self._untold.append(held)
         if len(self._untold) == 1:
             self._transport.send(Kind.ENDING, self._epoch.number)
 
@@ -83,8 +82,8 @@ class TicketLoop:
         if run == self._epoch.number:
             self._is_confirmed = True
             untold, self._untold = self._untold, []
-            for tell in untold:
-                tell()
+            for held in untold:
+                self._transport.send_outcome(held)
 
     def close(self) -> None:
         """Let the dataset, its iterator and what they hold run their own cleanup."""
@@ -130,7 +129,7 @@ class SerialLoop(TicketLoop):
             held = [maker.answer(ticket, keys, perf_counter() - self._idle_since)]
             self._ended = held[0].kind == Kind.EXHAUSTED
             if self._ended or maker.has_ended:
-                self._tell_at_end(partial(transport.send_outcome, held))
+                self._tell_at_end(held)
             else:
                 transport.send_outcome(held)
             self._idle_since = perf_counter()

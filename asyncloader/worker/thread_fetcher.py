@@ -1,7 +1,7 @@
 """The samples of a plain map-style dataset, several at once, on threads: for calls that block.
 
     add ──> queue of samples, in order ──> up to `concurrency` threads, each one sample at a time
-                                              └── done: a deque, and one call to the loop for all that is in it
+                                              └── a sample is there: a call to the loop
 
 A thread takes its next sample from the queue by itself, whether or not the loop has its turn. A thread that hangs holds
 one sample, and so one batch. See :mod:`asyncloader.worker.overlap` for the contract. A thread cannot be cancelled; the
@@ -16,9 +16,9 @@ import contextvars
 import queue
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import getitem
 from time import perf_counter
 from typing import Any
 
@@ -41,15 +41,12 @@ class ThreadFetcher(TaskFetcher):
         self._free = sys.maxsize  # all samples are in the queue: that there are no more threads bounds what is in work
         self._modes = Modes.of_this_thread()
         self._samples: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()  # None ends a thread
-        self._done: deque[tuple[Job, int, Any, BaseException | None]] = deque()
-        self._is_told = False  # the loop will look at what is done
         self._at: dict[int, int] = {}  # by thread, the ticket that it is at
         self._threads: list[threading.Thread] = []
-        self._num_running = 0
-        self._thread_ended = asyncio.Event()
+        self._ended = asyncio.Semaphore(0)  # counts threads
 
     def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
-        return lambda key: dataset[key]
+        return partial(getitem, dataset)
 
     def _batch_method(self, dataset: Any) -> Callable[[Any], Any] | None:
         return getattr(dataset, "__getitems__", None)
@@ -63,9 +60,8 @@ class ThreadFetcher(TaskFetcher):
     async def aclose(self, *, runs_on: bool = False) -> None:
         """Drop everything, and wait until the threads have ended."""
         self.drop()
-        while self._num_running:
-            self._thread_ended.clear()
-            await self._thread_ended.wait()
+        for _ in self._threads:
+            await self._ended.acquire()
         for thread in self._threads:
             thread.join()  # it has only to return
 
@@ -84,7 +80,6 @@ class ThreadFetcher(TaskFetcher):
             while self._samples.qsize() and len(self._threads) < self._most:
                 run = partial(contextvars.copy_context().run, self._serve)
                 self._threads.append(threads.start(run, f"asyncloader sample thread {len(self._threads)}"))
-                self._num_running += 1
         except RuntimeError as error:  # the system has no room for one more
             self._most = len(self._threads) or self._most
             if not self._threads:
@@ -106,18 +101,9 @@ class ThreadFetcher(TaskFetcher):
         job.pending[position] = None
         self._samples.put((job, position))
 
-    def _take_done(self) -> None:
-        """Take what has become of samples: on the loop."""
-        self._is_told = False  # whoever is done with a sample from now on tells again
-        while self._done:
-            job, position, sample, error = self._done.popleft()
-            if position in job.pending:
-                self._take(job, position, sample, error)
-            del job, sample, error
-
-    def _on_thread_end(self) -> None:
-        self._num_running -= 1
-        self._thread_ended.set()
+    def _take_wanted(self, job: Job, position: int, sample: Any, error: BaseException | None) -> None:
+        if position in job.pending:
+            self._take(job, position, sample, error)
 
     # -------------------------------------------------------------------------------------------------- a thread
 
@@ -131,7 +117,7 @@ class ThreadFetcher(TaskFetcher):
                     del self._at[ident], work
         except BaseException as error:  # what samples raise is told with them
             self._tell(self._loop.fail, error)
-        self._tell(self._on_thread_end)
+        self._tell(self._ended.release)
 
     def _get_here(self, job: Job, position: int) -> None:
         if position not in job.pending:  # not wanted any more
@@ -150,11 +136,8 @@ class ThreadFetcher(TaskFetcher):
             error = raised
         if before is not None and isinstance(watch, DrawWatch):
             watch.compare(before)
-        self._done.append((job, position, sample, error))
+        self._tell(self._take_wanted, job, position, sample, error)
         del job, sample, error  # a traceback refers to this frame
-        if not self._is_told:  # looked at after the sample is there: `_take_done` does it the other way round
-            self._is_told = True
-            self._tell(self._take_done)
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
