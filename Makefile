@@ -19,6 +19,7 @@ FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 RAY_READY := $(VENV)/.ready-ray
 BENCH_READY := $(VENV)/.ready-bench
 FASTAI := fastai==2.8.12
+FRAMEWORKS_WITH_RAY := tests/frameworks/test_ray.py tests/frameworks/test_documentation.py
 
 # Where this is set, every process that a test spawns would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test collect test-all matrix test-frameworks test-services test-ray soak lint typecheck docs bench build clean help
+.PHONY: demo test collect test-all matrix test-frameworks test-frameworks-with-ray test-frameworks-without-ray test-services test-ray soak lint typecheck docs bench build clean help
 
 demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
@@ -60,6 +61,13 @@ matrix: ## demo and quick tests on each of VERSIONS of Python that is there, wit
 
 test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite, fastai and Ray Train
 	$(BIN)/python -m pytest -m "frameworks and not slow" tests/frameworks
+
+# The same in two parts: what starts a cluster of Ray, and what does not.
+test-frameworks-with-ray: $(FRAMEWORKS_READY)
+	$(BIN)/python -m pytest -m "frameworks and not slow" $(FRAMEWORKS_WITH_RAY)
+
+test-frameworks-without-ray: $(FRAMEWORKS_READY)
+	$(BIN)/python -m pytest -m "frameworks and not slow" $(addprefix --ignore=,$(FRAMEWORKS_WITH_RAY)) tests/frameworks
 
 test-services: $(SERVICES_READY) ## datasets against PostgreSQL and an S3 server, which it installs (as root)
 	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest -m "services and not slow" tests/datasets tests/test_examples.py
