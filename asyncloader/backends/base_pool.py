@@ -61,8 +61,15 @@ class BasePool(Generic[AnyWorker]):
         waits = [worker.wait_dead(max(0.0, deadline - time.monotonic())) for worker in self._everyone()]
         return all(waits)
 
-    def on_message(self, worker: AnyWorker, kind: int, contents: Any, arrived_at: float) -> None:
-        """Take a message from a worker, which came at this time; for nobody it is dropped."""
+    def on_message(self, worker: AnyWorker, kind: int, contents: Any, arrived_at: float = 0.0) -> None:
+        """Take a message from a worker; of one that nobody listens to any more it is dropped.
+
+        Args:
+            worker: The worker.
+            kind: What the message is.
+            contents: Of the message.
+            arrived_at: When an outcome came.
+        """
         listener = self.listener
         if listener is None or not worker.is_alive or self.processes.get(worker.worker_id) is not worker:
             return

@@ -1,11 +1,10 @@
 """The loop thread: one asyncio loop in one background thread of the process, shared by all loaders.
 
     consumer threads ── call / post ──> ┌──────────────────────────┐
-    finalizers       ── post ─────────> │ portal thread: loop      │ ── forks workers, reads channels, keeps order
+    finalizers       ── post ─────────> │ portal thread: loop      │ ── reads channels, keeps order, replaces workers
     interpreter exit ── close ────────> └──────────────────────────┘
 
-Why a thread of its own: work goes on while the trainer computes, whichever face it uses and whether it has a loop. And
-it outlives every worker, so that workers can be forked from it (see :mod:`asyncloader.backends.processes.process`).
+Why a thread of its own: work goes on while the trainer computes, whichever face it uses and whether it has a loop.
 
 Interpreter exit. A ``ProcessPoolExecutor`` whose worker does not end hangs the exit (its manager thread is joined
 before any ``atexit`` handler runs), so the portal closes what is alive in :mod:`asyncloader.engine.exits`' hook, which

@@ -255,21 +255,13 @@ class Pool(BasePool[WorkerProcess]):
             self.listener.on_outcomes(process.worker_id, came)
 
     def _on_other(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
-        """Take what is no outcome. Of a worker that nobody listens to any more, only what it has in shared memory."""
+        """Take what is no outcome."""
         if kind == Kind.HEAP:
             self._on_heap(process, body)
-        elif process in self._leaving:
-            pass
         elif kind == Kind.UP:
             process.on_up()
-        elif kind == Kind.AWAITS:
-            process.on_awaits(pickle.loads(body))
-        elif kind == Kind.ENDING:
-            process.channel.send(Kind.CONFIRM, bytes(body))
-        elif kind == Kind.READY:
-            process.is_ready = True
-            if self.listener is not None:
-                self.listener.on_ready(process.worker_id)
+        elif kind in (Kind.READY, Kind.AWAITS, Kind.ENDING):
+            self.on_message(process, kind, pickle.loads(body) if body else None)
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 

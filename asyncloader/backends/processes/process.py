@@ -381,6 +381,10 @@ class WorkerProcess(Worker):
 
     # -------------------------------------------------------------------------------------------------- stacks
 
+    def put(self, kind: int, contents: Any) -> None:
+        """Send it a message."""
+        self.channel.send(kind, pickle.dumps(contents))
+
     def _ask(self, ticket: int) -> None:
         """Have the worker write the stacks of its threads. Before it is telling, the signal would kill it.
 
@@ -389,7 +393,7 @@ class WorkerProcess(Worker):
         """
         self._stack_start = len(self.output)
         if self.overlaps:
-            self.channel.send(Kind.WHERE, pickle.dumps(ticket))
+            self.put(Kind.WHERE, ticket)
         self._send_signal(STACK_SIGNAL)
 
     def _on_quiet(self) -> None:

@@ -91,6 +91,10 @@ class Played:
         """Note it; the end comes later."""
         self.heard.append(("end", grace_s))
 
+    def put(self, kind: int, contents: Any) -> None:
+        """Send a message."""
+        self.channel.send(kind, pickle.dumps(contents))
+
     def on_up(self) -> None:
         """Note it."""
         self.heard.append("up")
@@ -420,8 +424,8 @@ def test_an_end_that_was_asked_for_is_no_death(make: Make) -> None:
 def test_questions_are_answered(make: Make) -> None:
     """That the end of the data was told is confirmed."""
     _, _, (first, _) = make()
-    first.say(Kind.ENDING, b"\1")
-    assert first.channel.sent == [(Kind.CONFIRM, b"\1")]
+    first.say(Kind.ENDING, pickle.dumps(1))
+    assert first.channel.sent == [(Kind.CONFIRM, pickle.dumps(1))]
 
 
 def test_what_a_worker_leaves_the_next_one_has(make: Make) -> None:
