@@ -1,4 +1,4 @@
-"""Where workers run, as the engine sees it.
+"""Where workers run, as the engine sees it: places, workers that leave, and the end.
 
     engine ── start, send, add, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop; others
             <── on_ready, on_outcomes, ... ──
@@ -8,12 +8,17 @@ All of it happens on the loop thread, but for `wait_dead` and a `Launch`, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+import time
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from asyncloader.backends.worker import Worker
-from asyncloader.messages.messages import EpochSpec
-from asyncloader.messages.outcome import Outcome
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
+from asyncloader.messages.outcome import OUTCOMES, Outcome
+from asyncloader.worker.guarded_loop import GuardedLoop
+
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
 Launch: TypeAlias = Callable[[], None]
 """Makes a process: a copy, if it is forked, of the thread that calls it."""
@@ -47,17 +52,35 @@ class Listener(Protocol):
         """All workers are gone."""
 
 
-class Backend(Protocol):
-    """The workers of one iterator, in their places by id.
+class Backend(Generic[AnyWorker]):
+    """Owner of the workers of one iterator, in their places by id.
 
-    The session says how many there are: `start` makes the first, `add` others at any time, `dismiss` lets one go.
+    The engine says how many there are: `start` makes the first, `add` others at any time, `dismiss` lets one go.
+
+    Args:
+        loop: The portal's.
+        spec: The dataset and functions that the workers work with.
+
+    Attributes:
+        listener: Is told what happens.
+        processes: The workers that have a place now, by id; a worker that was dismissed or lost has none.
     """
 
-    listener: Listener | None
+    def __init__(self, loop: GuardedLoop, spec: WorkerSpec) -> None:
+        self.processes: dict[int, AnyWorker] = {}
+        self.listener: Listener | None = None
+        self._loop = loop
+        self._spec = spec
+        self._epoch: EpochSpec
+        self._leaving: set[AnyWorker] = set()  # without a place; nothing is told of them
+        self._closing = False
 
-    @property
-    def processes(self) -> Mapping[int, Worker]:
-        """The workers that have a place now, by id; a worker that was dismissed or lost has none."""
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {list(self.processes.values())!r}>"
+
+    def _epoch_of_newcomer(self, num_workers: int) -> EpochSpec:
+        """Return the current run for a worker that starts in its middle, one of so many."""
+        return self._epoch._replace(num_workers=num_workers)
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start the workers, some at a time; `started` is called each time: these can be given tickets before the next.
@@ -67,15 +90,19 @@ class Backend(Protocol):
         Yields:
             A function that launches the next ones, to be called, in any thread, before the next step.
         """
+        raise NotImplementedError
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
         """Give the worker tickets; return those whose keys cannot be pickled, which were not sent."""
+        raise NotImplementedError
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
+        raise NotImplementedError
 
     def discard(self, worker: int) -> None:
         """Kill or abandon this worker, whose end then is nobody's concern: another will take its place."""
+        raise NotImplementedError
 
     def add(self, worker: int, num_workers: int) -> None:
         """Start a worker under this id: one more, or in the place of another.
@@ -90,6 +117,7 @@ class Backend(Protocol):
         Raises:
             Exception: if the system has no room for it. Nothing is left of it then.
         """
+        raise NotImplementedError
 
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let this worker finish, if it is there: it has no tickets. Its place is free, its end nobody's concern.
@@ -98,9 +126,66 @@ class Backend(Protocol):
             worker: Its id.
             grace_s: After so many seconds it is killed or abandoned.
         """
+        self._let_go(self.processes.pop(worker, None), grace_s)
+
+    def _let_go(self, worker: AnyWorker | None, grace_s: float) -> None:
+        if worker is not None and worker.is_alive:
+            self._leaving.add(worker)
+            worker.end(grace_s)
 
     def end(self, grace_s: float) -> None:
         """Tell all workers to finish; kill or abandon what is left after ``grace_s`` seconds."""
+        self._closing = True
+        for worker in self._everyone():
+            worker.end(grace_s)
+        self._maybe_closed()
 
     def wait_dead(self, timeout_s: float) -> bool:
-        """Wait until all workers are gone. In any thread but the loop's."""
+        """Wait until all workers are gone, replaced ones too. In any thread but the loop's."""
+        deadline = time.monotonic() + timeout_s
+        waits = [worker.wait_dead(max(0.0, deadline - time.monotonic())) for worker in self._everyone()]
+        return all(waits)
+
+    def on_message(self, worker: AnyWorker, kind: int, contents: Any, arrived_at: float = 0.0) -> None:
+        """Take a message from a worker; of one that nobody listens to any more it is dropped.
+
+        Args:
+            worker: The worker.
+            kind: What the message is.
+            contents: Of the message.
+            arrived_at: When an outcome came.
+        """
+        listener = self.listener
+        if listener is None or not worker.is_alive or self.processes.get(worker.worker_id) is not worker:
+            return
+        if kind in OUTCOMES:
+            if contents.record.epoch == self._epoch.number:
+                listener.on_outcomes(worker.worker_id, [(contents, arrived_at, perf_counter())])
+        elif kind == Kind.READY:
+            worker.is_ready = True
+            listener.on_ready(worker.worker_id)
+        elif kind == Kind.AWAITS:
+            worker.on_awaits(contents)
+        elif kind == Kind.ENDING:
+            worker.put(Kind.CONFIRM, contents)
+
+    def on_exit(self, worker: AnyWorker, expected: bool) -> None:
+        """A worker is gone, or was abandoned. Its messages have been given to `on_message` before."""
+        if worker in self._leaving:
+            self._leaving.discard(worker)
+        elif not (expected or self._closing) and self.listener is not None:
+            self.listener.on_died(worker.worker_id, worker)
+        self._maybe_closed()
+
+    def _maybe_closed(self) -> None:
+        if self._closing and not any(worker.is_alive for worker in self._everyone()):
+            self._close()
+
+    def _close(self) -> None:
+        """Let go of what is left, and tell the end: all workers are gone, and no others come."""
+        if self.listener is not None:
+            self.listener.on_closed()
+            self.listener = None
+
+    def _everyone(self) -> tuple[AnyWorker, ...]:
+        return (*self.processes.values(), *self._leaving)

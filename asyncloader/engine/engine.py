@@ -30,6 +30,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import monotonic, perf_counter
+from typing import Any
 
 from asyncloader.backends.backend import END_GRACE_S, Backend, Came
 from asyncloader.backends.worker import Worker
@@ -100,7 +101,7 @@ class Engine:
         self,
         portal: Portal,
         loop: GuardedLoop,
-        pool: Backend,
+        pool: Backend[Any],
         run: Run,
         options: Options,
         finisher: Finisher | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncloader.backends.backend import Backend
 from asyncloader.backends.worker import Worker
@@ -121,7 +121,7 @@ class HangReporter:
         pool: The workers.
     """
 
-    def __init__(self, pool: Backend) -> None:
+    def __init__(self, pool: Backend[Any]) -> None:
         self._watch = HangWatch()
         self._pool = pool
         self._before: Seen | None = None  # the worker that has the awaited batch, in the first half

@@ -25,8 +25,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
-from asyncloader.backends.backend import END_GRACE_S, Launch
-from asyncloader.backends.base_pool import BasePool
+from asyncloader.backends.backend import END_GRACE_S, Backend, Launch
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.datasets.memory_file import by_value
 from asyncloader.errors import LoaderClosedError, WorkerStartError
@@ -222,7 +221,7 @@ class RayWorker(Worker):
         return awaits
 
 
-class RayPool(BasePool[RayWorker]):
+class RayPool(Backend[RayWorker]):
     """Owner of the actors of one loader. On the loop, but for its constructor and `wait_dead`.
 
     Args:

@@ -68,7 +68,7 @@ class RayWorkers:
         options = "".join(f", {name}={value!r}" for name, value in self.actor_options.items())
         return f"RayWorkers({self.num_workers}, on_mismatch={self.on_mismatch!r}{options})"
 
-    def make_backend(self, options: Options, spec: WorkerSpec, loop: GuardedLoop) -> Backend:
+    def make_backend(self, options: Options, spec: WorkerSpec, loop: GuardedLoop) -> Backend[Any]:
         """Make the workers of a loader; see `WorkerProvider`.
 
         Raises:

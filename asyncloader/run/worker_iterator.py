@@ -211,13 +211,13 @@ class WorkerIterator(BaseIterator[T_co]):
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
         return None if self._pinned_for is None else Finisher(loop, self._pinned_for)
 
-    def _make_pool(self, loop: GuardedLoop) -> Backend:
+    def _make_pool(self, loop: GuardedLoop) -> Backend[Any]:
         """Decide where the workers run: on a loop (0 of them), on threads, in processes, where a provider has them."""
         options, spec = self._options, self._worker_spec()
         if options.is_in_process:
             return LocalPool(loop, spec, on_threads=options.num_workers > 0)
         if options.provider is not None:
-            backend: Backend = options.provider.make_backend(options, spec, loop)
+            backend: Backend[Any] = options.provider.make_backend(options, spec, loop)
             return backend
         pool = Pool(loop, options.start_context, spec)
         pool.pack()

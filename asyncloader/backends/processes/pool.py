@@ -20,8 +20,7 @@ from multiprocessing.context import BaseContext
 from time import perf_counter
 from typing import Any
 
-from asyncloader.backends.backend import Came, Launch
-from asyncloader.backends.base_pool import BasePool
+from asyncloader.backends.backend import Backend, Came, Launch
 from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.process import WorkerProcess, launch_all
 from asyncloader.errors import could_not_start
@@ -46,7 +45,7 @@ _AT_ONCE = 8
 """So many workers are launched before the first of them are given tickets: each of these steps costs the next fork."""
 
 
-class Pool(BasePool[WorkerProcess]):
+class Pool(Backend[WorkerProcess]):
     """Owner of the worker processes of one iterator, on the loop thread.
 
     Args:

@@ -30,8 +30,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
-from asyncloader.backends.backend import Launch
-from asyncloader.backends.base_pool import BasePool
+from asyncloader.backends.backend import Backend, Launch
 from asyncloader.backends.processes import fresh
 from asyncloader.backends.processes.channel import Channel, OnFrames, open_pair
 from asyncloader.backends.processes.executors import Running
@@ -83,7 +82,7 @@ class WorkerProcess(Worker):
     is_telling = False  # until it can be asked for its stack
 
     def __init__(
-        self, worker_id: int, loop: GuardedLoop, owner: BasePool[WorkerProcess], *, overlaps: bool = False
+        self, worker_id: int, loop: GuardedLoop, owner: Backend[WorkerProcess], *, overlaps: bool = False
     ) -> None:
         super().__init__(worker_id, loop)
         self.overlaps = overlaps  # it has a loop of its own

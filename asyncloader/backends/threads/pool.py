@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from asyncloader.backends.backend import Launch
-from asyncloader.backends.base_pool import BasePool
+from asyncloader.backends.backend import Backend, Launch
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
 from asyncloader.epochs import listeners
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
-class LocalPool(BasePool[LocalWorker]):
+class LocalPool(Backend[LocalWorker]):
     """Owner of the workers of one iterator that run in this process. Loop thread only.
 
     Args:

@@ -24,7 +24,7 @@ from typing import Any
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 from asyncloader import threads
-from asyncloader.backends.base_pool import BasePool
+from asyncloader.backends.backend import Backend
 from asyncloader.backends.threads.transport import LocalTransport
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.errors import could_not_start
@@ -75,12 +75,12 @@ class LocalWorker(Worker):
         self,
         worker_id: int,
         loop: GuardedLoop,
-        owner: BasePool[LocalWorker],
+        owner: Backend[LocalWorker],
         on_thread: bool,
     ) -> None:
         super().__init__(worker_id, loop)
         self.pid = os.getpid()
-        self._owner: BasePool[LocalWorker] | None = owner  # until the end
+        self._owner: Backend[LocalWorker] | None = owner  # until the end
         where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
         self._transport = LocalTransport(where, self._post)
         self._answering: SerialLoop | OverlapLoop | None = None
