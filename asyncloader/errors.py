@@ -82,8 +82,8 @@ class BatchTimeoutError(AsyncLoaderError, TimeoutError, RuntimeError):
         self.stack = stack
 
 
-class StateMismatchError(AsyncLoaderError, ValueError):
-    """A state does not fit what it is loaded into.
+class StateMismatchError(AsyncLoaderError, ValueError, AssertionError):
+    """A state does not fit what it is loaded into: a ValueError, and as torchdata's error an AssertionError.
 
     Attributes:
         field: The name that differs.

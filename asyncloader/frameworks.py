@@ -22,6 +22,31 @@ def name_options(init: Any, options: Mapping[str, inspect.Parameter]) -> None:
     init.__dict__["__signature__"] = signature.replace(parameters=[*named, *added, last])
 
 
+def warn_of_lost_state() -> None:
+    """Warn where Lightning begins an epoch before it has handed over the loader's state, which it then never does.
+
+    `Trainer.estimated_stepping_batches` sets up the loader where ``configure_optimizers`` asks for it, and a checkpoint's
+    states of loaders are handed over where a loader is set up: too early (Lightning#20550).
+    """
+    frame = sys._getframe(1) if _LIGHTNING & sys.modules.keys() else None
+    while frame is not None and frame.f_code.co_name != "estimated_stepping_batches":
+        frame = frame.f_back
+    if frame is None:
+        return
+    connector = getattr(frame.f_locals.get("self"), "_checkpoint_connector", None)
+    checkpoint = getattr(connector, "_loaded_checkpoint", None) or {}
+    if checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader"):
+        warnings.warn(
+            "The checkpoint has a state of the loader, and Lightning will not load it: trainer.estimated_stepping_batches "
+            "was asked for before (Lightning#20550). The epoch begins again at its first batch. To go on in the middle "
+            "of it, compute the number of steps yourself: len(loader) * trainer.max_epochs.",
+            stacklevel=3,
+        )
+
+
+_LIGHTNING = {"lightning.pytorch", "pytorch_lightning"}
+
+
 class AskedByAccelerate:
     """An attribute, False, that Accelerate reads just before it builds another loader in place of this: time to warn.
 

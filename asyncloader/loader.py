@@ -18,7 +18,7 @@ from asyncloader.checks import as_bytes, checked, no_word
 from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
 from asyncloader.epochs import as_number
 from asyncloader.errors import ConfigurationError
-from asyncloader.frameworks import AskedByAccelerate, ReadByRay, name_options
+from asyncloader.frameworks import AskedByAccelerate, ReadByRay, name_options, warn_of_lost_state
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import (
@@ -254,6 +254,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return cast("WorkerIterator[T_co]", iterator)
 
     def _get_iterator(self) -> Any:
+        warn_of_lost_state()
         return self._make_iterator(wait_for_start=True)
 
     def _make_iterator(self, *, wait_for_start: bool) -> Any:

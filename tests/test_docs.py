@@ -71,6 +71,7 @@ def test_code_on_pages_is_python(page: Path) -> None:
 
 
 FEW_CORES = "import warnings\nwarnings.filterwarnings('ignore', 'This DataLoader will create')\n"
+TORCHDATA = "warnings.filterwarnings('ignore', \"'set_vital' is deprecated\")\n"  # it says so of itself
 STARTED_BY = "import multiprocessing\nmultiprocessing.set_start_method({!r}, force=True)\n"
 A_NOTEBOOK = STARTED_BY.format(None) + "del __file__\n"
 """Workers are started in the platform's way; those that are not forked cannot import cells: classes come by value."""
@@ -80,7 +81,7 @@ A_NOTEBOOK = STARTED_BY.format(None) + "del __file__\n"
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_of_a_page_runs(run: Callable[..., Program], page: Path) -> None:
     """The blocks of Python on a page are cells of a notebook: one after the other they run without a warning."""
-    done = run(A_NOTEBOOK + FEW_CORES + "\n".join(python_blocks(page)), timeout_s=150, TQDM_DISABLE="1")
+    done = run(A_NOTEBOOK + FEW_CORES + TORCHDATA + "\n".join(python_blocks(page)), timeout_s=150, TQDM_DISABLE="1")
     assert (done.returncode, done.err) == (0, "")
 
 

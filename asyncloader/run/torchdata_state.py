@@ -134,10 +134,7 @@ def _order(saved: _Saved, options: Options, left_out: int) -> dict[str, Any]:
     if (generator_after := probe(options.sampler, "generator_after")) is not None:
         if states["iterator"] is None:
             raise StateMismatchError("sampler", "not shuffled", "RandomSampler")
-        began: Any = states["iterator"]["generator"]
-        if main["_index_sampler_state"] is not None:
-            log.warning(_OLD_ORDER)
-        order |= _generators(saved, options, rng, began, generator_after)
+        order |= _generators(saved, options, rng, states["iterator"]["generator"], generator_after)
     elif states != {"sampler": None, "iterator": None}:
         _check_sampler(states, options)
         if whole is not None and type(options.index_sampler) not in KNOWN_SAMPLERS:
@@ -154,9 +151,10 @@ def _order(saved: _Saved, options: Options, left_out: int) -> dict[str, Any]:
 
 def _generators(saved: _Saved, options: Options, rng: Any, began: torch.Tensor, generator_after: Any) -> dict[str, Any]:
     """Return where the generator of torchdata's RandomSampler was when the order was drawn, and afterwards."""
-    after = generator_after(began, is_over=saved.is_over)
-    sampler_generator = options.sampler.generator
-    if sampler_generator is options.generator and not saved.num_workers:  # without workers it then draws a base seed
+    sampler_generator, after = options.sampler.generator, generator_after(began, is_over=saved.is_over)
+    if options.batch_size is not None and saved.main["_index_sampler_state"] is not None:
+        log.warning(_OLD_ORDER)
+    elif sampler_generator is options.generator and not saved.num_workers:  # it draws a base seed, too, after the order
         torch.empty((), dtype=torch.int64).random_(generator=after)
     at_next = rng.text_of(sampler_generator, after.get_state())
     return {"at_iter": at_next if saved.is_over else rng.text_of(sampler_generator, began), "at_next": at_next}

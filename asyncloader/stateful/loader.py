@@ -70,6 +70,11 @@ class StatefulDataLoader(DataLoader[T_co]):
             # Past the guard of torch's, which refuses to have it set.
             vars(self)["batch_sampler"] = BatchSampler(self.sampler, self.batch_size, self.drop_last)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state of ours, with torchdata's word for the end of an epoch, which others read and write."""
+        state = super().state_dict()
+        return {**state, "_iterator_finished": state["finished"]}
+
 
 def convert(state: dict[str, Any], loader: DataLoader[Any]) -> dict[str, Any]:
     """Write a state of torchdata's StatefulDataLoader down as one of ours.

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import SequentialSampler
 
 from asyncloader import DataLoader, to_device
+from asyncloader.stateful import StatefulDataLoader
 from tests.frameworks.lightning_model import LineModel
 from tests.frameworks.witness import Line, Sample, Stream, assert_made_by_us, indices
 
@@ -228,7 +229,10 @@ def test_fabric_iterates_over_our_loader() -> None:
     assert options_of(loader) == OPTIONS
 
 
-def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loader_class", [DataLoader, StatefulDataLoader])
+def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(
+    loader_class: type[DataLoader[Any]], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
     """Lightning saves the state of our loader; a run of two epochs goes on from the middle of either, shuffled.
 
     A checkpoint that is taken in the step with the last batch of an epoch goes on with what is left of it, nothing,
@@ -238,7 +242,7 @@ def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(make_trainer: MakeTraine
     def fit(folder: Path, checkpoint: Path | None = None) -> LineModel:
         torch.manual_seed(3)
         model = LineModel()
-        loader = DataLoader(Line(24), batch_size=4, shuffle=True, num_workers=2)
+        loader = loader_class(Line(24), batch_size=4, shuffle=True, num_workers=2)
         torch.manual_seed(4 if checkpoint is None else 5)
         saving = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=2)
         make_trainer(max_epochs=2, enable_checkpointing=True, callbacks=[saving]).fit(
@@ -254,3 +258,30 @@ def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(make_trainer: MakeTraine
         assert torch.equal(resumed.layer.weight, whole.layer.weight)
         assert_made_by_us(resumed.trained, num_workers=2)
     assert fit(tmp_path / "at the end", tmp_path / "whole" / "step=6.ckpt").trained == []
+
+
+class AsksForSteps(LineModel):
+    """It has a schedule over all steps, as people write it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=int(steps))]
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning", "ignore:The dirpath")
+def test_a_state_that_lightning_does_not_load_is_warned_of(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Lightning sets the loader up before it has read the checkpoint's state of it, and begins the epoch again."""
+
+    def fit(model: LineModel, checkpoint: Path | None = None) -> LineModel:
+        folder = tmp_path / ("first" if checkpoint is None else "resumed")
+        saving = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=2)
+        trainer = make_trainer(max_epochs=1, enable_checkpointing=True, callbacks=[saving])
+        loader = DataLoader(Line(24), batch_size=4, num_workers=2)
+        trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=False)
+        return model
+
+    fit(AsksForSteps())  # without a warning: nothing is loaded
+    with pytest.warns(UserWarning, match="Lightning#20550"):
+        resumed = fit(AsksForSteps(), tmp_path / "first" / "step=4.ckpt")
+    assert indices(resumed.trained)[:4] == [0, 1, 2, 3]  # as the warning says
