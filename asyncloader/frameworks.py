@@ -25,8 +25,8 @@ def name_options(init: Any, options: Mapping[str, inspect.Parameter]) -> None:
 def warn_of_lost_state() -> None:
     """Warn where Lightning begins an epoch before it has handed over the loader's state, which it then never does.
 
-    `Trainer.estimated_stepping_batches` sets up the loader where ``configure_optimizers`` asks for it, and a checkpoint's
-    states of loaders are handed over where a loader is set up: too early (Lightning#20550).
+    Lightning hands over a checkpoint's states of loaders where it sets the loaders up. It does so early where
+    ``configure_optimizers`` asks for `Trainer.estimated_stepping_batches`: before it has read the states.
     """
     frame = sys._getframe(1) if _LIGHTNING & sys.modules.keys() else None
     while frame is not None and frame.f_code.co_name != "estimated_stepping_batches":
@@ -37,9 +37,9 @@ def warn_of_lost_state() -> None:
     checkpoint = getattr(connector, "_loaded_checkpoint", None) or {}
     if checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader"):
         warnings.warn(
-            "The checkpoint has a state of the loader, and Lightning will not load it: trainer.estimated_stepping_batches "
-            "was asked for before (Lightning#20550). The epoch begins again at its first batch. To go on in the middle "
-            "of it, compute the number of steps yourself: len(loader) * trainer.max_epochs.",
+            "The checkpoint has a state of the loader, which Lightning will not load, as it was asked for "
+            "trainer.estimated_stepping_batches before (Lightning#20550): the epoch begins again at its first batch. To "
+            "go on in the middle of it, compute the number of steps yourself, from len(loader) and trainer.max_epochs.",
             stacklevel=3,
         )
 

@@ -395,3 +395,39 @@ def test_the_epoch_after_a_state_between_two_is_the_same_or_the_noise_is_named(
         assert found == expected or has_warned
         assert [batch[0] for batch in found] == [batch[0] for batch in expected]
     loader.close()
+
+
+class Drawing(Reader):
+    """Draws from a global generator, whose state is in its own."""
+
+    def __next__(self) -> Any:
+        return *super().__next__(), int(torch.randint(1000, ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iterator": dict(super().state_dict()), "generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["iterator"])
+        torch.set_rng_state(state["generator"])
+
+
+class OfDrawing(OfIterator):
+    def __iter__(self) -> Any:
+        return Drawing(list(Stream.__iter__(self)))
+
+
+def test_a_global_generator_is_where_the_state_of_an_iterator_has_set_it() -> None:
+    """Without workers it is the trainer's own, which was elsewhere meanwhile; with torchdata's loader it is the same."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(OfDrawing(), 2, collate_fn=list)
+
+    iterator = iter(make())
+    states, rests = [iterator.state_dict()], []
+    for batch in iterator:
+        rests.append(batch)
+        states.append(iterator.state_dict())
+    for done, state in list(enumerate(states[:-1]))[1:]:
+        loader = make()
+        loader.load_state_dict(state)
+        assert list(loader) == rests[done:], done

@@ -126,7 +126,9 @@ def begin(
     key = EpochKey((drawn.base_seed, reruns, data_rank(options)))
     progress = _progress(options, there, key, _known(options, starts, last))
     progress.begin_after(samplers._replace(drawn=there.drawn))
-    plan = _plan(options, there, progress, drawn.keys, None if reads_again(options, starts) else order)
+    # A stream that this process reads draws nothing at the first key; its state may have set the generators.
+    goes_on = options.is_inline and options.is_iterable and not there.is_between_runs and there.workers is not None
+    plan = _plan(options, there, progress, drawn.keys, None if goes_on and there.position else order)
     checkpointer = Checkpointer(
         options,
         progress,
