@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from asyncloader.errors import ConfigurationError
@@ -24,8 +24,8 @@ def use_asyncloader(**options: Any) -> None:
 
     Accelerate builds another loader in place of each that it prepares, and so does the Hugging Face Trainer, whose
     loaders Accelerate prepares. With this call, which may be repeated, these are loaders of ours. The call sets
-    `accelerate.data_loader.DataLoader`, the name by which Accelerate finds torch's, and an ``__aiter__`` of its
-    loaders.
+    `accelerate.data_loader.DataLoader`, the name by which Accelerate finds torch's, and an ``__aiter__`` and the
+    ``__init__`` of its loaders: with ``use_stateful_dataloader=True`` these are ours too, and not torchdata's.
 
     Args:
         options: Options of ours, such as ``scheduling="dynamic"``: Accelerate hands on torch's arguments only.
@@ -47,6 +47,23 @@ def use_asyncloader(**options: Any) -> None:
         )
     theirs.DataLoader = partial(DataLoader, **options) if options else DataLoader
     theirs.DataLoaderAdapter.__aiter__ = _batches
+    init = theirs.DataLoaderAdapter.__init__
+    if not hasattr(init, "__wrapped__"):
+        theirs.DataLoaderAdapter.__init__ = _init_of_ours(init)
+
+
+def _init_of_ours(init: Any) -> Any:
+    """Return an ``__init__`` of Accelerate's loaders that builds `DataLoader` where torchdata's is asked for, too.
+
+    Checkpoints have its state then: Accelerate looks at ``use_stateful_dataloader``.
+    """
+
+    @wraps(init)
+    def build(self: Any, dataset: Any, use_stateful_dataloader: bool = False, **arguments: Any) -> None:
+        init(self, dataset, **arguments)
+        self.use_stateful_dataloader = use_stateful_dataloader
+
+    return build
 
 
 async def _batches(prepared: Any) -> AsyncIterator[Any]:

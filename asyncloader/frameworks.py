@@ -38,8 +38,8 @@ def warn_of_lost_state() -> None:
     if checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader"):
         warnings.warn(
             "The checkpoint has a state of the loader, which Lightning will not load, as it was asked for "
-            "trainer.estimated_stepping_batches before (Lightning#20550): the epoch begins again at its first batch. To "
-            "go on in the middle of it, compute the number of steps yourself, from len(loader) and trainer.max_epochs.",
+            "trainer.estimated_stepping_batches before (Lightning#20550): the epoch begins again at its first batch. "
+            "To go on in the middle of it, compute the number of steps from len(loader) and trainer.max_epochs.",
             stacklevel=3,
         )
 

@@ -417,7 +417,7 @@ class OfDrawing(OfIterator):
 
 
 def test_a_global_generator_is_where_the_state_of_an_iterator_has_set_it() -> None:
-    """Without workers it is the trainer's own, which was elsewhere meanwhile; with torchdata's loader it is the same."""
+    """Without workers it is the trainer's own, which was elsewhere meanwhile; torchdata does the same."""
 
     def make() -> DataLoader[Any]:
         return DataLoader(OfDrawing(), 2, collate_fn=list)

@@ -16,6 +16,7 @@ import torch
 import torch.utils.data
 from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 
 from asyncloader import ConfigurationError, DataLoader
@@ -36,7 +37,9 @@ PROGRAM = Path(__file__).with_name("accelerate_ranks.py")
 def accelerate_as_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let each test begin with Accelerate as it is after its import, and with nothing of it in this process."""
     monkeypatch.setattr(accelerate.data_loader, "DataLoader", torch.utils.data.DataLoader)
-    monkeypatch.setattr(accelerate.data_loader.DataLoaderAdapter, "__aiter__", None, raising=False)
+    adapter = accelerate.data_loader.DataLoaderAdapter
+    monkeypatch.setattr(adapter, "__aiter__", None, raising=False)
+    monkeypatch.setattr(adapter, "__init__", getattr(adapter.__init__, "__wrapped__", adapter.__init__))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     yield
     for state in (AcceleratorState, GradientState, PartialState):
@@ -142,6 +145,33 @@ def test_no_warning_where_accelerate_is_not_asked() -> None:
         warnings.simplefilter("error")
         batches = list(make_loader())
     assert_made_by_us(batches, num_workers=2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_is_ours_and_goes_on(num_workers: int, tmp_path: Path) -> None:
+    """`use_stateful_dataloader=True` asks for torchdata's: `save_state` and `load_state` have the state of ours."""
+    use_asyncloader()
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+
+    def prepare() -> tuple[Accelerator, Any]:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        torch.manual_seed(5)
+        accelerator = Accelerator(dataloader_config=config)
+        loader = DataLoader(Line(40), batch_size=4, shuffle=True, num_workers=num_workers)
+        return accelerator, accelerator.prepare(loader)
+
+    accelerator, prepared = prepare()
+    assert type(prepared.base_dataloader) is DataLoader
+    iterator = iter(prepared)
+    for _ in range(3):
+        next(iterator)
+    accelerator.save_state(str(tmp_path))
+    rest = indices(list(iterator))
+    accelerator, prepared = prepare()
+    accelerator.load_state(str(tmp_path))
+    assert indices(list(prepared)) == rest
+    assert len(rest) == 28
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
