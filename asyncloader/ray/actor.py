@@ -133,10 +133,7 @@ class WorkerActor:
             transport.come_up()
             loop = make_loop(self._id, transport, epoch, opened(source))
             del source
-            with loop.modes():
-                loop.open()
-                loop.run()
-                loop.close()
+            loop.work()
         except BaseException as error:  # as worker processes do, the worker ends; the trainer ends the actor
             code, words = exit_code(error), traceback_of(error)
         transport.send(Kind.END, (code, words))

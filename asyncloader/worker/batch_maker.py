@@ -463,7 +463,7 @@ class BatchMaker:
         """Return what becomes of a ticket for which this was raised; `blame` says by which sample."""
         blame = self.blame
         if isinstance(error, EndOfData):
-            return self._exhausted(work)
+            return Outcome(Kind.EXHAUSTED, self._record(work), snapshot=self.last_snapshot())
         if isinstance(error, NoGoodSample):
             if self.spec.on_error == "skip":
                 return Outcome(Kind.LEFT_OUT, self._record(work), None, None, work.bad, work.snapshot)
@@ -491,13 +491,6 @@ class BatchMaker:
             return Outcome(Kind.REFUSED, self._record(Job(ticket)), error=keys)
         assert self.failure is not None
         return Outcome(Kind.FAILURE, self._record(Job(ticket)), error=self.host.capture(another(self.failure)))
-
-    def exhausted(self, ticket: int) -> Outcome:
-        """Return what becomes of a ticket after the end of the data."""
-        return self._exhausted(Job(ticket))
-
-    def _exhausted(self, work: Work) -> Outcome:
-        return Outcome(Kind.EXHAUSTED, self._record(work), snapshot=self.last_snapshot())
 
     def last_snapshot(self) -> Any:
         """Return the state that the next run begins with, after the end of a stream, if the dataset is here then."""

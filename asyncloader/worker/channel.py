@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections import deque
+from collections.abc import Iterator
 
 from asyncloader.messages.frames import Buffer, FrameBuffer, frame
 
@@ -17,7 +17,7 @@ class WorkerChannel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._incoming = FrameBuffer()
-        self._frames: deque[tuple[int, Buffer]] = deque()
+        self._frames: Iterator[tuple[int, memoryview]] = iter(())  # that came with the last read
 
     def receive(self, *, wait: bool) -> tuple[int, Buffer] | None:
         """Return the next frame; None if there is none and ``wait`` is false.
@@ -25,19 +25,17 @@ class WorkerChannel:
         Raises:
             EOFError: if the parent is gone.
         """
-        if self._frames:
-            return self._frames.popleft()
         flags = 0 if wait else socket.MSG_DONTWAIT
-        while not self._frames:
+        while (found := next(self._frames, None)) is None:
             try:
                 count = self._incoming.read(lambda view: self._sock.recv_into(view, 0, flags))
             except BlockingIOError:
                 return None
             if count == 0:
                 raise EOFError("the parent closed the channel")
-            frames = self._incoming.frames()
-            self._frames.extend((kind, body if body.readonly else bytes(body)) for kind, body in frames)
-        return self._frames.popleft()
+            self._frames = iter(self._incoming.frames())
+        kind, body = found
+        return kind, body if body.readonly else bytes(body)
 
     def fileno(self) -> int:
         """Return the descriptor, for a loop to watch."""

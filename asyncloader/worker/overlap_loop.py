@@ -14,7 +14,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from asyncloader.messages.failure import RemoteError
+from asyncloader.messages.failure import EndOfData, RemoteError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.protocols import is_resource, members
 from asyncloader.seeding.sample_context import begin_task, tell_tasks_apart
@@ -175,7 +175,7 @@ class OverlapLoop(TicketLoop):
 
     def _on_exhausted(self, ticket: int) -> None:
         self._ended = True
-        self._tell_at_end([self._maker.exhausted(ticket)])
+        self._tell_at_end([self._maker.failed(Job(ticket), EndOfData())])
 
     def _on_finished(self, job: Job) -> None:
         """Make a batch of the samples. An exception must not reach the task that calls."""

@@ -5,7 +5,6 @@ WorkerTransport ── messages ──> SerialLoop ── a ticket ──> Batch
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from time import perf_counter
 from typing import Any
@@ -40,9 +39,12 @@ class TicketLoop:
         self._untold: list[list[Outcome]] = []
         self._is_confirmed = False
 
-    def modes(self) -> contextlib.AbstractContextManager[None]:
-        """Give the calling thread the modes of the one that iterates."""
-        return self._maker.modes()
+    def work(self) -> None:
+        """Become a worker, answer tickets until END, and clean up, in the modes of the thread that iterates."""
+        with self._maker.modes():
+            self.open()
+            self.run()
+            self.close()
 
     def open(self) -> None:
         """Become a worker. An exception answers every ticket."""
@@ -84,6 +86,10 @@ class TicketLoop:
             untold, self._untold = self._untold, []
             for held in untold:
                 self._transport.send_outcome(held)
+
+    def run(self) -> None:
+        """Answer tickets until END."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Let the dataset, its iterator and what they hold run their own cleanup."""

@@ -45,10 +45,7 @@ def serve(
         reopen(files)  # after the worker has said that it is up: a network drive may take its time
         loop = make_loop(worker_id, transport, epoch, opened(source))
         del source
-        with loop.modes():
-            loop.open()
-            loop.run()
-            loop.close()
+        loop.work()
         gc.collect()  # what the dataset holds in cycles runs its cleanup too
     except ParentGone:
         _wait_to_be_killed()

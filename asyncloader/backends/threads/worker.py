@@ -116,11 +116,7 @@ class LocalWorker(Worker):
 
     def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
         try:
-            answering = self._make_loop(spec, epoch)
-            with answering.modes():
-                answering.open()
-                answering.run()
-                answering.close()
+            self._make_loop(spec, epoch).work()
         except ParentGone:
             pass
         except BaseException as error:
