@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -204,6 +205,11 @@ _RENEWAL = 1 << 50
 def renewed_after(batches: int) -> dict[str, Any]:
     """Return options with which each worker is renewed when it has made so many batches; see `renewals_by_count`."""
     return {"max_worker_memory": _RENEWAL + batches}
+
+
+def renew_no_more(iterator: Any) -> None:
+    """Have no other worker of a run be renewed than those that are due; see `renewals_by_count`."""
+    engine(iterator).workforce._max_bytes = _RENEWAL + sys.maxsize
 
 
 @contextlib.contextmanager

@@ -186,6 +186,7 @@ class FastLeak(Dataset[Any]):
         return index, os.getpid(), private_bytes()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_fast_leak_is_bounded(num_workers: int, start_method: str) -> None:
     """No worker comes to more than one and a half times its bound, however long the start of another one takes."""
@@ -218,7 +219,7 @@ def test_many_epochs_of_persistent_workers(by_count: None) -> None:
     """Also where one is left in the middle."""
     torch.manual_seed(3)
     options: Any = {"persistent_workers": True}
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **inside.renewed_after(7), **options)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **inside.renewed_after(20), **options)
     seen = [bits(batch) for _ in range(5) for batch in loader]
     next(iter(loader))
     seen += map(bits, loader)
@@ -243,7 +244,7 @@ def test_a_state_goes_on_while_they_are_renewed(by_count: None) -> None:
 def test_while_workers_come_and_go(by_count: None) -> None:
     """Those that leave are not renewed, those that come are."""
     torch.manual_seed(3)
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **inside.renewed_after(1), max_buffered_bytes=0)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **inside.renewed_after(3), max_buffered_bytes=0)
     seen = []
     for number, batch in enumerate(loader):
         seen.append(bits(batch))
@@ -256,7 +257,7 @@ def test_while_workers_come_and_go(by_count: None) -> None:
 
 
 class Renewed:
-    """A loader whose workers stand at a gate, and are renewed when they have answered their tickets.
+    """A loader whose workers stand at a gate, and are renewed when they have answered their tickets; later ones stay.
 
     Args:
         folder: For the gate.
@@ -274,6 +275,7 @@ class Renewed:
         self.engine = inside.engine(self.iterator)
         self.gate.wait_for(num_workers)
         wait_until(lambda: len(self.leaving) == num_workers)
+        inside.renew_no_more(self.iterator)
 
     @property
     def leaving(self) -> set[int]:
@@ -369,7 +371,7 @@ def test_where_no_process_can_be_had_another_one_is_tried(
 
     monkeypatch.setattr(Pool, "_start_other", refuse)
     torch.manual_seed(3)
-    options: Any = {"max_buffered_bytes": 0, **inside.renewed_after(3)}
+    options: Any = {"max_buffered_bytes": 0, **inside.renewed_after(8)}
     loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=num_workers, **options)
     with caplog.at_level(logging.WARNING, "asyncloader"):
         assert [bits(batch) for batch in loader] == expected()
