@@ -67,7 +67,6 @@ _WORKER_BYTES = 256 << 20
 _consumers: dict[Engine, weakref.ref[object] | None] = {}
 """The iterators that engines end with, until they begin to close. In a forked child there are none."""
 
-_NOT_MADE = frozenset({Kind.EXHAUSTED, Kind.REFUSED})
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
@@ -138,6 +137,7 @@ class Engine:
 
     def push(self, run: Run) -> None:
         """Have another run begin, and what is left of the last one dropped."""
+        # Appended before the loop thread is woken: it is there when that looks, or when that looks next.
         self._next_runs.append(run)
         self.wake()
 
@@ -173,6 +173,7 @@ class Engine:
 
     def request_close(self) -> None:
         """Begin to close, and return. An interrupt leaves it undone: to be called again, or the consumer is dropped."""
+        # The loop thread may move the state meanwhile: then it closes already, and `_close` is called once more.
         if self.pid == os.getpid() and self.state in (State.NEW, State.OPEN):
             with contextlib.suppress(LoaderClosedError):
                 self.post(self._close, END_GRACE_S)
@@ -355,24 +356,22 @@ class Engine:
             return
         run, scheduler, records = self.run, self.run.scheduler, []
         for outcome, arrived_at, read_at in came:
-            kind, record = outcome.kind, outcome.record
-            if kind in _NOT_MADE:
-                self._on_not_made(worker, outcome)
+            record = outcome.record
+            if outcome.kind != Kind.BATCH:
+                self._on_no_batch(worker, outcome)
                 continue
-            number, nbytes, row = record.ticket, outcome.nbytes, None
+            records.append(record)
+            number = record.ticket
             ticket = scheduler.returned(worker, number)
-            if kind == Kind.BATCH:
-                row = [*record, worker, number, max(nbytes, 0), ticket.sent_at, arrived_at, read_at, 0.0, read_at]
-                records.append(record)
-            else:
-                outcome = run.rebuilt(outcome, ticket)
+            row = [*record, *(worker, number, outcome.nbytes, ticket.sent_at, arrived_at, read_at, 0.0, read_at)]
             item = _new(Item, (outcome, number, worker, row, -1, None, True))
             if run.tracks:
                 item = run.answered(item, ticket)
-            if row is not None and self._finisher is None:
-                scheduler.ready(number, item, nbytes)
+            if self._finisher is None:
+                scheduler.ready(number, item, outcome.nbytes)
             else:
-                self._came(ticket, item)
+                emptied = item._replace(outcome=outcome._replace(data=None))
+                self._finisher.finish([outcome], partial(self._on_finished, run, emptied))
         if records:
             run.meter.made(worker, records)
             scheduler.measured(worker, ticket, records[-1], outcome.nbytes)
@@ -387,23 +386,24 @@ class Engine:
                 self._look_how_many(arrived_at)
             self._settle_soon()
 
-    def _on_not_made(self, worker: int, outcome: Outcome) -> None:
-        """A worker has made nothing of a ticket: its data have ended, or the keys have not come out of their pickle."""
+    def _on_no_batch(self, worker: int, outcome: Outcome) -> None:
+        """A worker has made no batch of a ticket, or its data have ended, or its keys have not come out of a pickle."""
+        run, number = self.run, outcome.record.ticket
         if outcome.kind == Kind.REFUSED:
-            self._refuse(worker, outcome.record.ticket, outcome.error.rebuild(None), "cannot be unpickled in")
-            return
-        if isinstance(outcome.snapshot, Frozen):
-            self.run.ends[worker] = outcome.snapshot
-        self.run.scheduler.exhausted(worker)
+            self._refuse(worker, number, outcome.error.rebuild(None), "cannot be unpickled in")
+        elif outcome.kind == Kind.EXHAUSTED:
+            if isinstance(outcome.snapshot, Frozen):
+                run.ends[worker] = outcome.snapshot
+            run.scheduler.exhausted(worker)
+        else:
+            ticket = run.scheduler.returned(worker, number)
+            item = Item(run.rebuilt(outcome, ticket), number, worker)
+            self._came(ticket, run.answered(item, ticket) if run.tracks else item)
 
     def _came(self, ticket: Ticket, item: Item) -> None:
-        """Have the outcome of a ticket handed over when its turn has come; a batch may have to be pinned before."""
-        run, outcome = self.run, item.outcome
-        if outcome.kind == Kind.BATCH and self._finisher is not None:
-            emptied = item._replace(outcome=outcome._replace(data=None))
-            self._finisher.finish([outcome], partial(self._on_finished, run, emptied))
-            return
-        if outcome.kind == Kind.LEFT_OUT:
+        """Have what stands in the place of a batch handed over when its turn has come."""
+        run = self.run
+        if item.outcome.kind == Kind.LEFT_OUT:
             run.faults.left_out.append(run.named(ticket).keys)
         run.scheduler.ready(item.batch, item)
 
@@ -416,7 +416,7 @@ class Engine:
         assert item.row is not None
         item.row[-2:] = seconds, perf_counter()  # how long it took, and when nothing was left to be done
         if outcome is None:
-            outcome = item.outcome._replace(kind=Kind.FAILURE, error=error)
+            outcome, item = item.outcome._replace(kind=Kind.FAILURE, error=error), item._replace(row=None)
         run.scheduler.ready(item.batch, item._replace(outcome=outcome), outcome.nbytes)
         self._settle_soon()
 
@@ -450,17 +450,20 @@ class Engine:
         run, places, most = self.run, self.pool.processes, self.workforce.most_in_hand
         outbox, in_flight, now = run.scheduler.outbox, run.scheduler.in_flight, perf_counter()
         for worker, tickets in tuple(outbox.items()):
-            for ticket in tickets:
-                ticket.sent_at = ticket.sent_at or now
             if (place := places.get(worker)) is None or not place.is_alive:
-                continue  # they keep the time: nothing but their worker is waited for
-            room = len(tickets) if most is None else max(0, most - (len(in_flight[worker]) - len(tickets)))
+                room = 0
+            elif most is None:
+                room = len(tickets)
+            else:
+                room = max(0, most - (len(in_flight[worker]) - len(tickets)))
             if room < len(tickets):
                 outbox[worker] = tickets[room:]
+                for ticket in outbox[worker]:
+                    ticket.sent_at = ticket.sent_at or now  # from now on nothing but the worker is waited for
             else:
                 del outbox[worker]
             if room:
-                for number, error in self.pool.send(worker, run.given(worker, tickets[:room])):
+                for number, error in self.pool.send(worker, run.given(worker, tickets[:room], now)):
                     self._refuse(worker, number, error)
                     self._settle_soon()
 

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 from asyncloader import threads
@@ -31,7 +32,6 @@ from asyncloader.backends.backend import Launch
 from asyncloader.backends.processes.launching import try_descriptors
 from asyncloader.backends.processes.process import kill_all
 from asyncloader.engine import exits
-from asyncloader.engine.answer import Answer
 from asyncloader.errors import LoaderClosedError, could_not_start, exiting, on_the_loop
 from asyncloader.seeding.sample_context import tell_tasks_apart
 from asyncloader.signals import HandlersWait
@@ -43,6 +43,26 @@ _CANCELLED_WITHIN_S = 0.5
 
 _DESCRIPTORS = 12
 """More than a loop needs."""
+
+
+class _Condition(threading.Condition):
+    """A condition that ``with`` takes by methods of C: those of its lock."""
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+
+class Answer(Future[T]):
+    """A future that a consumer's thread waits for and the loop thread answers, whatever a Ctrl-C leaves undone.
+
+    ``with`` on a lock of C is one instruction, behind which no handler of a signal runs; on the condition of any other
+    future it is a function of Python. A handler that raises where this function returns leaves the lock held for ever,
+    and the loop thread, which takes it to answer, would stand still for all loaders.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = _Condition()
 
 
 class Closeable(Protocol):

@@ -29,7 +29,7 @@ from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.item import Item, failed
 from asyncloader.engine.progress import Place, Progress
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.tracks import Track, make_tracks
+from asyncloader.engine.tracks import make_tracks
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.failure import another
 from asyncloader.messages.messages import EpochSpec, Kind
@@ -152,7 +152,7 @@ class Run:
             item = ready[0]
             outcome = item.outcome
             if outcome.bad and (error := self.limit.count(outcome.bad, progress.now.bad_count)) is not None:
-                return item._replace(outcome=outcome._replace(kind=Kind.FAILURE, data=None, error=error))
+                return item._replace(outcome=outcome._replace(kind=Kind.FAILURE, data=None, error=error), row=None)
             if outcome.kind != Kind.LEFT_OUT:
                 return item
             self.count(item)
@@ -166,17 +166,17 @@ class Run:
             asked_at: Since when the consumer has waited; 0.0 if it has just come.
             came_at: Since when it need not wait.
         """
-        scheduler = self.scheduler
+        scheduler = self.scheduler  # the loop thread moves its window meanwhile: `follow` wakes who waits for that
         if self._taker != threading.get_ident():
             self._note_taker()
         if item.counts:
             with self._lock:
                 self._read(scheduler.window + self.taken + scheduler.void_count + 1)
-        if item.outcome.kind == Kind.FAILURE:
-            self.faults.errors += 1
-        elif (row := item.row) is not None:
+        if (row := item.row) is not None:
             ahead = self._planned - self.taken - scheduler.void_count - 1
             self.meter.took(asked_at, came_at, row, ahead, len(self.handoff.ready) - 1)
+        elif item.outcome.kind == Kind.FAILURE:
+            self.faults.errors += 1
 
     def count(self, item: Item) -> None:
         """Count the first item: the consumer has it now."""
@@ -355,6 +355,7 @@ class Run:
         self.closed = True
         self._arrivals.leave()
         if self.error is None:
+            # A consumer may just be giving the first of these: it has that, and finds nothing to delete (`count`).
             self.handoff.ready.clear()
         self.handoff.wake()
 
@@ -372,15 +373,16 @@ class Run:
         """Return where another worker would begin; None where workers have no place in the data."""
         return self.tracks[worker].start if self.tracks else None
 
-    def given(self, worker: int, tickets: Sequence[Ticket]) -> list[tuple[int, Any]]:
-        """Note that a worker is sent tickets; return what it is to know of them."""
-        progress, track = self.progress, self.tracks.get(worker)
-        contents = []
+    def given(self, worker: int, tickets: Sequence[Ticket], now: float) -> list[tuple[int, Any]]:
+        """Note that a worker is sent tickets at this time; return what it is to know of them."""
+        progress, track, contents = self.progress, self.tracks.get(worker), []
         for ticket in tickets:
             keys = ticket.keys
+            if not ticket.sent_at:
+                ticket.sent_at = now
             if ticket.tries:
                 self.faults.retries += 1
-            if isinstance(track, Track):
+            if track is not None:
                 track.given(ticket.batch)
             if progress.knows_places:
                 keys = progress.placed(ticket.batch, keys)
@@ -421,6 +423,8 @@ class Run:
 
         A consumer that was interrupted, or cancelled, has asked for nothing any more when the next call waits.
         """
+        # The consumer takes its question back (`WorkerIterator._begin_wait`) before this look and hears nothing, or
+        # after it and is woken for nothing, or raises an error that was true when it was made.
         if self.is_asked and not self.is_answered:
             if error is not None and not self.handoff.ready:  # otherwise the batch has come in the last moment
                 self._urgent.append(error)

@@ -102,6 +102,9 @@ class History:
             made.append(last)
         return self._start._replace(made=(*self._start.made, *reversed(made)))
 
+    def given(self, batch: int) -> None:
+        """The worker got a ticket."""
+
     def forget_given(self) -> None:
         """The worker is gone: another one makes what it had."""
 

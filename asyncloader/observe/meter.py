@@ -56,7 +56,7 @@ def _columns(numbers: Iterable[NDArray[np.float64]]) -> dict[str, NDArray[np.flo
     work = np.where(is_here, row.read_at - row.began, row.fetch_s + row.collate_s + row.encode_s)
     return {
         "samples": row.samples,
-        "bytes": row.nbytes,
+        "bytes": np.maximum(row.nbytes, 0),  # less than 0 where nobody knows
         "ahead": row.ahead,
         "lay_ready": row.lay_ready,
         "queue": row.began - row.sent_at,

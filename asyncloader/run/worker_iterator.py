@@ -314,7 +314,9 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _begin_wait(self) -> float | None:
         """Return until when a consumer waits for a batch from now on, before it asks what the batch waits for."""
-        timeout, self._run.is_asked, self._run.is_answered = self._options.timeout, False, False
+        # In this order: an answer to an earlier question, which the loop thread is about to give, is for nobody.
+        self._run.is_asked = self._run.is_answered = False
+        timeout = self._options.timeout
         return time.monotonic() + timeout if timeout > 0 else None
 
     def _ask(self, run: Run) -> float:

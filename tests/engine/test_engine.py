@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +219,43 @@ async def test_a_worker_whose_memory_is_bounded_has_few_tickets_in_hand() -> Non
         driven.answer(0, answered)
         await asyncio.sleep(0)
     assert not driven.scheduler.outbox
+
+
+BYTECODES = 700
+"""At most, of the engine's room for one batch in CPython 3.11, where one read of a worker's channel brings ten: reading
+its keys, giving it to a worker, putting it in order, taking and counting it, and its figures. What C does is not
+counted."""
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions have other bytecodes")
+async def test_bytecodes_of_a_batch() -> None:
+    """They are exact, whatever else the machine does: what a batch costs on its way is to stay what it is."""
+    driven = Driven(prefetch=10)
+    engine, run, count, taken = driven.engine, driven.run, 0, 0
+
+    def trace(frame: Any, event: str, arg: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if "/asyncloader/" in frame.f_code.co_filename and "/messages/" not in frame.f_code.co_filename:
+            count += event == "opcode"
+        return trace
+
+    run.read_first(bool)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    while taken < 80:
+        engine._read_inbox()
+        for worker, tickets in driven.scheduler.in_flight.items():
+            records = [NO_RECORD._replace(ticket=batch) for batch in tickets]
+            engine.on_outcomes(worker, [(Outcome(Kind.BATCH, each, "data", nbytes=10), 0.0, 0.0) for each in records])
+        engine._settle()
+        while (item := run.first()) is not None:
+            run.read_for(item, 0.0, 1.0)
+            run.count(item)
+            taken += 1
+    sys.settrace(before)
+    assert run.progress.now.position == taken
+    assert count / taken <= BYTECODES
 
 
 # ------------------------------------------------------------------------------------------------------------ workers

@@ -109,13 +109,15 @@ class Played:
 
     def say(self, kind: int, body: bytes = b"") -> None:
         """Have a frame come."""
-        self.owner.on_frames(self, [(kind, memoryview(body))])  # type: ignore[arg-type]
+        self.come((kind, body))
+
+    def come(self, *frames: tuple[int, bytes]) -> None:
+        """Have frames come with one read of the channel."""
+        self.owner.on_frames(self, ((kind, memoryview(body)) for kind, body in frames))  # type: ignore[arg-type]
 
     def outcome(self, outcome: Outcome, epoch: int) -> None:
         """Have what has become of a ticket of a run come."""
-        told = outcome._replace(record=NO_RECORD._replace(epoch=epoch, ticket=outcome.record.ticket))
-        kind, parts = pack(told)
-        self.say(kind, b"".join(map(bytes, parts)))
+        self.come(frame_of(outcome, epoch))
 
     def exit(self, *, expected: bool = False) -> None:
         """Come to an end."""
@@ -128,12 +130,14 @@ class Heard:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.reads: list[int] = []  # how many outcomes were told together
 
     def on_ready(self, worker: int) -> None:
         self.told.append(("ready", worker))
 
     def on_outcomes(self, worker: int, came: Sequence[Came]) -> None:
         self.told += [(worker, outcome.record.ticket, outcome.kind) for outcome, _, _ in came]
+        self.reads.append(len(came))
 
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker, process.pid))
@@ -200,6 +204,13 @@ def tickets_of(process: Played) -> list[tuple[list[int], list[Any]]]:
     return [([ticket for ticket, _ in tickets], [pickle.loads(keys) for _, keys in tickets]) for _, tickets in bodies]
 
 
+def frame_of(outcome: Outcome, epoch: int) -> tuple[int, bytes]:
+    """Return what has become of a ticket of a run as a worker sends it."""
+    told = outcome._replace(record=NO_RECORD._replace(epoch=epoch, ticket=outcome.record.ticket))
+    kind, parts = pack(told)
+    return kind, b"".join(map(bytes, parts))
+
+
 def left_out(ticket: int) -> Outcome:
     """What has become of a ticket, at its shortest."""
     return Outcome(Kind.LEFT_OUT, NO_RECORD._replace(ticket=ticket))
@@ -215,6 +226,34 @@ def test_each_is_told_of_as_it_is_started(make: Make) -> None:
     second.say(Kind.AWAITS, pickle.dumps("at a line"))
     assert (heard.told[2:], second.heard) == ([("ready", 1)], ["launched", "up", "at a line"])
     assert (first.is_ready, second.is_ready) == (False, True)
+
+
+def test_outcomes_of_one_read_are_told_together_and_before_what_came_after_them(make: Make) -> None:
+    """What a worker answers when it is asked where it is may have it killed: what came before it is told by then."""
+    pool, heard, (process, _) = make()
+    del heard.told[:]
+    answer = (Kind.AWAITS, pickle.dumps("at a line"))
+    process.on_awaits = lambda text: heard.told.append(text)  # type: ignore[method-assign]
+    process.come(*(frame_of(left_out(ticket), 0) for ticket in (0, 2)), answer, frame_of(left_out(4), 0))
+    assert heard.told == [(0, 0, Kind.LEFT_OUT), (0, 2, Kind.LEFT_OUT), "at a line", (0, 4, Kind.LEFT_OUT)]
+    assert heard.reads == [2, 1]
+
+    def kill(text: str) -> None:
+        pool.discard(0)
+
+    process.on_awaits = kill  # type: ignore[method-assign]
+    del heard.told[:]
+    process.come(frame_of(left_out(6), 0), answer, frame_of(left_out(8), 0))  # the last one is nobody's any more
+    assert heard.told == [(0, 6, Kind.LEFT_OUT)]
+
+
+def test_what_came_before_a_frame_that_makes_no_sense_is_told(make: Make) -> None:
+    """The worker is killed for it; the outcome is as good as any other."""
+    _, heard, (process, _) = make()
+    del heard.told[:]
+    with pytest.raises(BadFrame):
+        process.come(frame_of(left_out(0), 0), (Kind.TICKETS, b""))
+    assert heard.told == [(0, 0, Kind.LEFT_OUT)]
 
 
 def test_where_one_cannot_be_started_the_others_are_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
