@@ -126,11 +126,6 @@ class LoaderState:
         return self.base_seed is not None
 
     @property
-    def done(self) -> int:
-        """How many batches of its run are done with."""
-        return self.position + len(self.ahead)
-
-    @property
     def starts(self) -> dict[int, WorkerStart] | None:
         """Where each worker begins."""
         return None if self.workers is None else from_plain(self.workers)
