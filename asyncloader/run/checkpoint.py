@@ -139,15 +139,12 @@ class Checkpointer:
         progress, index_sampler = self.progress, self.options.index_sampler
         if not (progress.finished or keeps_place(index_sampler)):
             return SamplerState(None)
-        if progress.finished:
-            samplers = progress.sampler_state(progress.now.position)
-            answers = samplers.drawn + 1  # the end is one
-        else:
-            # The next iterator may make use of a state that was loaded, and after which nothing is read. So one answer
-            # is read again at least, if there was one.
-            at = max(progress.began[0], progress.asked - 1)
-            samplers = progress.sampler_state(at)
-            answers = samplers.drawn + progress.asked - at
+        asked = progress.now.position + 1 if progress.finished else progress.asked  # the end is an answer
+        # The next iterator may make use of a state that was loaded, and after which nothing is read. So one answer is
+        # read again at least, if there was one.
+        at = max(progress.began[0], asked - 1)
+        samplers = progress.sampler_state(at)
+        answers = samplers.drawn + asked - at
         has_no_state = samplers.passes and answers and not progress.sampler_states
         if samplers.state is None or has_no_state:
             return SamplerState(None)
