@@ -82,6 +82,23 @@ class LateBatches(Late):
         return [self.inner[index] for index in indices]
 
 
+class Reference(int):
+    """May be awaited, and need not be, as what Ray and dask return."""
+
+    def __await__(self) -> Iterator[Any]:
+        raise AssertionError
+
+
+class References(Dataset[Any]):
+    """Samples that `collate_fn` resolves."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Reference:
+        return Reference(index)
+
+
 class LateStream(IterableDataset[int]):
     """A plain stream of what has to be awaited."""
 
@@ -199,11 +216,21 @@ def test_an_async_collate_fn_is_refused() -> None:
         DataLoader(Squares(), collate_fn=collate)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+late_places = pytest.mark.parametrize(
     "place",
     [{}, {"num_workers": 1}, {"num_workers": 1, "concurrency": 2}, {"num_workers": 1, "worker_backend": "thread"}],
     ids=["here", "process", "threads of a process", "thread"],
 )
+
+
+@late_places
+def test_samples_that_may_be_awaited_are_samples_like_others(place: dict[str, Any]) -> None:
+    """As with torch's loader: `collate_fn` is given them."""
+    loader: Any = DataLoader(References(), batch_size=2, collate_fn=lambda samples: [*map(int, samples)], **place)
+    assert list(loader) == [[0, 1], [2, 3]]
+
+
+@late_places
 def test_samples_that_turn_out_to_be_awaitables_are_refused(place: dict[str, Any]) -> None:
     """Of a map-style dataset, by key or by the batch, and of a plain stream: the error says how they are awaited."""
     for dataset in (Late(), LateBatches(), LateStream()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from itertools import repeat
 from operator import getitem
 from typing import Any, TypeAlias
@@ -186,11 +186,13 @@ def discard(sample: Any) -> None:
 def refuse_awaitables(samples: Any, dataset: Any) -> None:
     """Refuse samples that have to be awaited, of a dataset that nobody could know to be async.
 
+    References of Ray and futures of dask may be awaited as well, and are samples like others: `collate_fn` gets them.
+
     Raises:
-        TypeError: if there is one.
+        TypeError: if one is a coroutine, or a future of a loop.
     """
     each = samples if type(samples) is list else [samples]
-    if any(hasattr(kind, "__await__") for kind in set(map(type, each))):
+    if any(issubclass(kind, (Coroutine, asyncio.Future)) for kind in set(map(type, each))):
         for sample in each:
             discard(sample)
         raise TypeError(_NOT_ASYNC.format(type(dataset).__qualname__))

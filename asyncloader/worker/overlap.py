@@ -8,9 +8,10 @@ The contract, whatever gets the samples (tasks here, threads in :mod:`asyncloade
 :mod:`asyncloader.worker.stream`):
 
 - success: `finished` is called once for each job, with its samples in the order of its keys.
-- failure: a sample that raises ends its own job, whose other samples are cancelled, and touches no other; where bad
-  samples are tolerated the others are waited for. If several samples cost the batch, the error of the first one in the
-  batch is raised, as without overlap.
+- failure: a sample that raises ends its own job, and touches no other. The samples after it are cancelled, and those
+  before it waited for: if several samples cost the batch, the error of the first one in the batch is raised, as without
+  overlap. Where bad samples are tolerated, all are waited for. An error that ends the worker is told at once.
+- what comes of a position that is not in `Job.pending` any more is dropped.
 - cancellation: `drop` cancels everything in flight; `finished` is not called for what was dropped. `leave` does so too,
   but lets a stream come to its next sample, or to its end.
 
