@@ -273,9 +273,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         else:
             self.check_worker_number_rationality()
             iterator = worker_iterator(self, options, runs, wait_for_start=wait_for_start, state=state)
-        runs.loaded = None
         if state is not None:
             iterator.leave_out(self, state.left_out)
+        runs.loaded = None  # not before: what was left out may have raised
         return iterator
 
     def set_epoch(self, epoch: int) -> None:

@@ -261,6 +261,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         """Read so many batches and drop them; or ALL, and begin the next run."""
         for _ in range(count):
             next(self, None)
+        self._face, self._pass = "", None  # the consumer's first call decides
 
     def finish(self) -> None:
         """End the run here, as if the data were at their end: states are those of the next run."""

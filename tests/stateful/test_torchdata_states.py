@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader as Theirs
 
 from asyncloader import DataLoader
@@ -85,6 +86,31 @@ def test_states_of_streams_fit_as_many_workers() -> None:
                     with pytest.raises(StateMismatchError, match="num_workers"):
                         loader.load_state_dict(state)
                         iter(loader)
+
+
+def test_each_rank_loads_its_own_state() -> None:
+    """Eight ranks, which share an epoch."""
+
+    def make_rank(loader_class: Any, rank: int) -> Any:
+        return loader_class(range(100), 3, sampler=DistributedSampler(range(100), 8, rank, seed=2))  # type: ignore[arg-type]
+
+    for rank in range(8):
+        theirs, ours = make_rank(Theirs, rank), make_rank(StatefulDataLoader, rank)
+        iterator = iter(theirs)
+        next(iterator)
+        ours.load_state_dict(theirs.state_dict())
+        assert plain(ours) == plain(iterator)
+
+
+async def test_async_for_goes_on_after_batches_that_are_read_again() -> None:
+    """They are read before `aiter` returns, as before `iter` does."""
+    program = ("iterator with a state", "sequential", 3, 4, False)
+    state, *expected = states(program)["last batch"]
+    assert state["_steps_since_snapshot"]
+    loader = make(StatefulDataLoader, program)
+    loader.load_state_dict(state)
+    assert plain([batch async for batch in loader]) == expected[0]
+    assert plain([batch async for batch in loader]) == expected[1]
 
 
 def test_convert_writes_a_state_of_ours() -> None:
