@@ -186,7 +186,7 @@ def discard(sample: Any) -> None:
 def refuse_awaitables(samples: Any, dataset: Any) -> None:
     """Refuse samples that have to be awaited, of a dataset that nobody could know to be async.
 
-    References of Ray and futures of dask may be awaited as well, and are samples like others: `collate_fn` gets them.
+    Futures of dask, and the like, may be awaited as well, and are samples like others: `collate_fn` gets them.
 
     Raises:
         TypeError: if one is a coroutine, or a future of a loop.
