@@ -166,12 +166,17 @@ class Plan:
         return self.keys
 
     def _read_noting(self) -> None:
+        """Read as `read` does, and note what is to be noted, also of keys that an interrupt has kept from that."""
         if self.keys is NOTHING:
-            if self._is_simple:
+            # The sampler may draw, or is to draw its order now. Such answers are counted.
+            self._is_answer = not self._is_simple
+            with exclusive_draws() if self._keeps_out else nullcontext() as drawing, self._drawing():
                 self._ask()
-            else:
-                self._ask_watched()
-        if self._is_new:
+                self._count()  # which may take the sampler's state
+            self._is_simple = not self._may_draw
+            self._keeps_out = drawing is not None and self._may_draw and not drawing.overstayed
+            self._is_quick = self._is_simple and not (self._is_noted or self._done)
+        elif self._is_new:
             self._count()
 
     def _ask(self) -> None:
@@ -209,7 +214,6 @@ class Plan:
         if self._is_answer:
             progress.asked += 1
         self._is_new = self._is_answer = False
-        self._is_quick = self._is_simple and not (self._is_noted or self._done)
 
     def draw_apart(self) -> None:
         """Have large permutations be drawn by who reads this, in another thread: see `DrawDue`."""
@@ -260,20 +264,6 @@ class Plan:
     def _end(self) -> None:
         """Have nothing more come: the iterator is not asked again, as some begin anew."""
         self._inner = self._feed = iter(())
-
-    def _ask_watched(self) -> None:
-        """Ask the sampler, which may draw, or is to draw its order now. Such answers are counted."""
-        self._is_answer = True
-        if self._keeps_out:
-            with exclusive_draws() as drawing, self._drawing():
-                self._ask()
-                self._count()  # which may take the sampler's state
-            self._keeps_out = self._may_draw and not drawing.overstayed
-        else:
-            with self._drawing():
-                self._ask()
-                self._count()
-        self._is_simple = not (self._keeps_out or self._may_draw)
 
     def _drawing(self) -> AbstractContextManager[None]:
         """Return what the sampler is read inside of."""

@@ -76,6 +76,8 @@ def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if maps[0] != torch_collate.default_collate_fn_map:  # which the user may change between two batches
             there: Map = dict(torch_collate.default_collate_fn_map)
             maps = there, {**there, **_replacements(stacker)}
+        if (function := maps[1].get(type(batch[0]))) is not None:  # as torch's `collate` begins
+            return function(batch, collate_fn_map=maps[1])
         return torch_collate.collate(batch, collate_fn_map=maps[1])
 
     return collate
