@@ -15,7 +15,6 @@ from asyncio import CancelledError
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import cloudpickle
 import torch
 
 from asyncloader.errors import describe_keys
@@ -215,7 +214,7 @@ def _pickled(error: BaseException) -> bytes | None:
     By reference if possible, so that ``except`` in the trainer knows its class; by value (cloudpickle) if the class is
     known in neither module that a name can lead to, as after ``python -c`` with spawn.
     """
-    for dumps in (pickle.dumps, cloudpickle.dumps):
+    for dumps in (pickle.dumps, _dumps_by_value):
         try:
             data: bytes = dumps(error)
             if type(pickle.loads(data)).__name__ == type(error).__name__:
@@ -223,6 +222,13 @@ def _pickled(error: BaseException) -> bytes | None:
         except BaseException:  # SystemExit as well: it is not what the user raised
             continue
     return None
+
+
+def _dumps_by_value(error: BaseException) -> bytes:
+    import cloudpickle  # here: hardly any worker needs it
+
+    pickled: bytes = cloudpickle.dumps(error)
+    return pickled
 
 
 def with_notes(error: Raised, notes: list[str]) -> Raised:

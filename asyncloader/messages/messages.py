@@ -16,6 +16,8 @@
                        ENDING   number of the run             the iterable dataset has ended; what follows from that
                                                               is told when this worker has lived on to a CONFIRM
                        HEAP     [(offset, capacity), ...]     all slabs that it has; it makes no more, and ends
+                       IDLE     nothing                       it has waited for long; answered by TICKETS without
+                                                              tickets, but with slabs to be given back
                        AWAITS   text                          answer to WHERE
 
 Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
@@ -52,6 +54,7 @@ class Kind:
     HEAP = 20
     LEFT_OUT = 22
     AWAITS = 23
+    IDLE = 24
     ENDING = 25
     REFUSED = 27
 

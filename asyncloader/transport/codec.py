@@ -65,7 +65,7 @@ class Encoder:
         """Return the payload of `batch`, as bytes-like parts to be sent one after the other before the next call.
 
         Raises:
-            CannotShareError: a tensor that is not on the CPU, or that requires grad and is not a leaf.
+            RuntimeError: a tensor that is not on the CPU, or that requires grad and is not a leaf.
             pickle.PicklingError, TypeError, AttributeError: what neither pickle nor cloudpickle can take.
         """
         try:

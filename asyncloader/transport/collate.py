@@ -10,6 +10,7 @@ In a worker, torch's own functions would put every tensor into a shared memory f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ Allocate = Callable[[int], memoryview | None]
 Map = dict[Any, Callable[..., Any]]
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
-_INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
 _NUMPY_SCALARS = (np.bool_, np.number, np.object_)  # a key of torch's map
 
 
@@ -99,8 +99,8 @@ def _replacements(stacker: Stacker) -> Map:
         torch.Tensor: (torch_collate.collate_tensor_fn, stacker.tensors),
         np.ndarray: (torch_collate.collate_numpy_array_fn, stacker.arrays),
         _NUMPY_SCALARS: (torch_collate.collate_numpy_scalar_fn, collate_numpy_scalars),
-        float: (torch_collate.collate_float_fn, collate_floats),
-        int: (torch_collate.collate_int_fn, collate_ints),
+        float: (torch_collate.collate_float_fn, _collate_floats),
+        int: (torch_collate.collate_int_fn, _collate_ints),
     }
     there: Map = torch_collate.default_collate_fn_map
     return {key: new for key, (old, new) in ours.items() if there.get(key) is old}
@@ -186,27 +186,28 @@ def _are_alike(batch: Sequence[Array]) -> bool:
 # mixed, too large or no number at all gives another type or an error, and goes to torch's own function.
 
 
-def collate_ints(batch: Sequence[Any], *, collate_fn_map: Map | None = None) -> torch.Tensor:
-    """Make a tensor of a list that begins with an int; torch's `collate_int_fn`."""
-    if type(batch[0]) is int and (numbers := _numbers(batch, _INT64)) is not None:
-        return torch.from_numpy(numbers)
-    return torch_collate.collate_int_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+def _collate_numbers(
+    kind: type,
+    dtype: np.dtype[Any],
+    torchs: Callable[..., torch.Tensor],
+    batch: Sequence[Any],
+    *,
+    collate_fn_map: Map | None = None,
+) -> torch.Tensor:
+    """Make a tensor of a list that begins with a number of Python's, as torch's own function does."""
+    if type(batch[0]) is kind:
+        try:
+            numbers = np.array(batch)
+        except (ValueError, TypeError, OverflowError, RuntimeError):
+            pass
+        else:
+            if numbers.dtype == dtype and numbers.ndim == 1:
+                return torch.from_numpy(numbers)
+    return torchs(batch, collate_fn_map=collate_fn_map)
 
 
-def collate_floats(batch: Sequence[Any], *, collate_fn_map: Map | None = None) -> torch.Tensor:
-    """Make a tensor of a list that begins with a float; torch's `collate_float_fn`."""
-    if type(batch[0]) is float and (numbers := _numbers(batch, _FLOAT64)) is not None:
-        return torch.from_numpy(numbers)
-    return torch_collate.collate_float_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-
-
-def _numbers(batch: Sequence[Any], dtype: np.dtype[Any]) -> Array | None:
-    """Return the list as an array if that is of this type."""
-    try:
-        numbers = np.array(batch)
-    except (ValueError, TypeError, OverflowError, RuntimeError):
-        return None
-    return numbers if numbers.dtype == dtype and numbers.ndim == 1 else None
+_collate_ints = partial(_collate_numbers, int, np.dtype(np.int64), torch_collate.collate_int_fn)
+_collate_floats = partial(_collate_numbers, float, np.dtype(np.float64), torch_collate.collate_float_fn)
 
 
 def collate_numpy_scalars(batch: Sequence[Any], *, collate_fn_map: Map | None = None) -> torch.Tensor:

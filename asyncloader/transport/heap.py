@@ -42,6 +42,9 @@ class Heap:
         sent: Regions that batches of the owner before are still in. They are returned as this owner's own.
         share: The quota is one of so many parts of what slabs may take in all.
         max_bytes: A bound of that.
+
+    Attributes:
+        reserved: Bytes that have memory.
     """
 
     def __init__(
@@ -64,9 +67,9 @@ class Heap:
             self._idle.put(each)
         regions = self.regions()
         self._cold = Extents(gaps(first, first + length, regions))
-        self._reserved = sum(each.capacity for each in regions)
+        self.reserved = sum(each.capacity for each in regions)
         # Bytes in use at most, in the last period and in this one. What the owner before has left is kept at first.
-        self._peaks = [0, self._reserved]
+        self._peaks = [0, self.reserved]
         self._period_ends = 0.0
         self._share = share
         self._max_bytes = max_bytes
@@ -76,7 +79,7 @@ class Heap:
         self._copies: dict[int, list[tuple[int, bytes]]] = {}
 
     def __repr__(self) -> str:
-        return f"<Heap reserved={self._reserved} idle={self._idle.nbytes} taken={[*self._taken]} sent={[*self._sent]}>"
+        return f"<Heap reserved={self.reserved} idle={self._idle.nbytes} taken={[*self._taken]} sent={[*self._sent]}>"
 
     def regions(self) -> list[Region]:
         """Return all that has memory."""
@@ -99,7 +102,7 @@ class Heap:
 
     @property
     def _in_use(self) -> int:
-        return self._reserved - self._idle.nbytes
+        return self.reserved - self._idle.nbytes
 
     def _recover(self) -> None:
         """Find regions whose last reference has died: of what never became part of a batch, or came back before."""
@@ -122,7 +125,7 @@ class Heap:
             self._cold.give(offset, capacity)
             self._limit = 0  # until the next look
             return None
-        self._reserved += capacity
+        self.reserved += capacity
         return Region(offset, capacity)
 
     def _may_grow(self, capacity: int) -> bool:
@@ -136,7 +139,7 @@ class Heap:
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._limit = min(self._max_bytes, (machine.available_bytes() + reserved) // 2)
             self._looked_at = now
-        return reserved + capacity <= self._limit and self._reserved + capacity <= self._limit // self._share
+        return reserved + capacity <= self._limit and self.reserved + capacity <= self._limit // self._share
 
     # ------------------------------------------------------------------------------------------------- giving back
     def _give_back_surplus(self) -> None:
@@ -153,17 +156,17 @@ class Heap:
     def trim(self) -> None:
         """Give all that is idle back."""
         self._recover()
-        self._sweep(self._reserved, keep=0)
+        self._sweep(self.reserved, keep=0)
 
     def _sweep(self, nbytes: int, keep: int) -> None:
         """Give idle regions back, oldest first, at least `nbytes` of them, until no more than `keep` are reserved."""
-        while nbytes > 0 and self._reserved > keep and (region := self._idle.take_oldest()) is not None:
+        while nbytes > 0 and self.reserved > keep and (region := self._idle.take_oldest()) is not None:
             if not self.arena.punch(region.offset, region.capacity):
                 # The platform cannot punch holes: what is reserved stays, to be used again.
                 self._idle.put(region)
                 return
             self._cold.give(region.offset, region.capacity)
-            self._reserved -= region.capacity
+            self.reserved -= region.capacity
             nbytes -= region.capacity
 
     # ------------------------------------------------------------------------------------------------- sending slabs

@@ -19,11 +19,8 @@ one by one.
 from __future__ import annotations
 
 import copyreg
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -37,10 +34,6 @@ INLINE_MAX = 64 * 1024
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Reduction = tuple[Any, ...]
 Placer = Callable[[int, Array], Any]
-
-
-class CannotShareError(RuntimeError):
-    """A tensor that cannot leave a worker process."""
 
 
 # ------------------------------------------------------------------------------------------------ dtypes, by number
@@ -94,14 +87,9 @@ def _strided(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _hollow(code: int, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    dtype = _DTYPES[code]
-    return torch.empty_strided(shape, strides, dtype=carrier(dtype)).view(dtype).requires_grad_(requires_grad)
-
-
 def _memory(buffer: Any) -> torch.Tensor:
     """All of `buffer` as a tensor of bytes."""
-    return held(torch.frombuffer(buffer, dtype=torch.uint8), buffer)
+    return held(torch.from_numpy(np.ndarray((len(buffer),), np.uint8, buffer)), buffer)  # which may be empty
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,10 +112,12 @@ class Span:
 
 
 class _Extent(NamedTuple):
-    """Memory of one or more tensors, in addresses."""
+    """Memory of tensors that overlap, in addresses."""
 
     start: int
     end: int
+    nbytes: int  # of the elements of all of them
+    num_tensors: int
 
 
 _Seen: TypeAlias = "tuple[int, int, int]"
@@ -178,7 +168,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         return bool(self._shared)
 
     def _span_of(self, tensor: torch.Tensor, start: int, end: int) -> Span | None:
-        extent = _holder(self._shared, start, end)
+        extent = next((each for each in self._shared if each.start <= start and end <= each.end), None)
         if extent is None:
             return None
         span = self._spans.get(extent)
@@ -213,15 +203,16 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         """A tensor that numpy refuses: requires grad, conjugated or negated, of another dtype, layout or device."""
         requires_grad = tensor.requires_grad
         if requires_grad and not tensor.is_leaf:
-            raise CannotShareError(
+            raise RuntimeError(
                 "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does not support "
                 "crossing process boundaries. If you just want to transfer the data, call detach() on the tensor in "
                 "the dataset or in collate_fn."
             )
         if tensor.device.type not in ("cpu", "meta"):
-            raise CannotShareError(
-                f"a worker returned a tensor on {tensor.device}; only CPU tensors can leave a worker process. Keep "
-                "dataset and collate_fn on the CPU and use pin_memory=True, or move the batch in the training loop."
+            raise RuntimeError(
+                f"a tensor on {tensor.device} cannot travel between a worker process and the trainer; only CPU tensors "
+                "can. Keep sampler, dataset and collate_fn on the CPU and use pin_memory=True, or move the batch in "
+                "the training loop."
             )
         if not _is_dense(tensor):
             if tensor.is_quantized and tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
@@ -238,7 +229,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         code = _CODES[tensor.dtype]
         shape, strides = tuple(tensor.shape), tensor.stride()
         if tensor.numel() == 0:
-            return _hollow, (code, shape, strides, requires_grad)
+            return _strided, (code, shape, strides, 0, Span(torch.empty(0, dtype=torch.uint8)), requires_grad)
         start, length = tensor.data_ptr(), _length(tensor)
         span = self._span_of(tensor, start, start + length)
         if span is not None:
@@ -307,63 +298,37 @@ def _flat(tensor: torch.Tensor, length: int) -> tuple[torch.Tensor, tuple[int, .
     """
     strides = tensor.stride()
     if length > 2 * tensor.nbytes or 0 in strides:
-        dims = sorted((each, tensor.shape[dim], dim) for dim, each in enumerate(strides) if each)
-        count, dense = 1, [0] * len(strides)
-        for _, size, dim in dims:
-            dense[dim] = count
-            count *= size
-        if length > 2 * count * tensor.itemsize:
-            dims.reverse()
-            once = tensor.as_strided([size for _, size, _ in dims], [stride for stride, _, _ in dims])
-            return once.contiguous().view(-1), tuple(dense)
+        once = tensor[tuple(slice(None if stride else 1) for stride in strides)]
+        if length > 2 * once.nbytes:
+            tensor = once.clone()
+            length = tensor.nbytes
+            strides = tuple(new if old else 0 for new, old in zip(tensor.stride(), strides, strict=True))
     return tensor.as_strided((length // tensor.itemsize,), (1,)), strides
 
 
 def _to_share(seen: Sequence[_Seen]) -> list[_Extent]:
-    """Extents, in order, of two tensors or more that overlap, of at most twice the bytes of all their elements.
+    """Extents of two tensors or more that overlap, of at most twice the bytes of all their elements.
 
-    Where tensors that are mostly gaps make an extent too large, it is that of the others, with those that lie within.
+    Where tensors that are mostly gaps make an extent too large, it is that of the others.
     """
     ordered = sorted(seen)
     if all(one[1] <= other[0] for one, other in pairwise(ordered)):  # most batches
         return []
-    found: list[_Extent] = []
-    for group in _overlapping(ordered):
-        if len(group) < 2:
-            continue
-        extent = _extent_of(group)
-        if extent.end - extent.start <= 2 * sum(nbytes for _, _, nbytes in group):
-            found.append(extent)
-            continue
-        solid = [each for each in group if each[1] - each[0] <= 2 * each[2]]
-        extents = [_extent_of(part) for part in _overlapping(solid)]
-        within = Counter(_holder(extents, start, end) for start, end, _ in group)
-        found += [each for each in extents if within[each] > 1]
-    return found
-
-
-def _overlapping(seen: list[_Seen]) -> Iterator[list[_Seen]]:
-    """Divide tensors, in the order of their addresses, into lists of those that overlap, one with the next or more."""
-    group: list[_Seen] = []
-    last = 0
-    for each in seen:
-        if group and each[0] >= last:
-            yield group
-            group = []
-        group.append(each)
-        last = max(last, each[1])
-    if group:
-        yield group
-
-
-def _extent_of(group: list[_Seen]) -> _Extent:
-    return _Extent(group[0][0], max(end for _, end, _ in group))
-
-
-def _holder(extents: list[_Extent], start: int, end: int) -> _Extent | None:
-    """The one of some extents, in order, that this memory lies in."""
-    at = bisect_right(extents, start, key=itemgetter(0)) - 1
-    return extents[at] if at >= 0 and end <= extents[at].end else None
+    extents: list[_Extent] = []
+    for start, end, nbytes in ordered:
+        if extents and start < (last := extents[-1]).end:
+            extents[-1] = _Extent(last.start, max(last.end, end), last.nbytes + nbytes, last.num_tensors + 1)
+        else:
+            extents.append(_Extent(start, end, nbytes, 1))
+    shared = []
+    for extent in extents:
+        if extent.end - extent.start > 2 * extent.nbytes:
+            there = [each for each in ordered if extent.start <= each[0] < extent.end]
+            solid = [each for each in there if each[1] - each[0] <= 2 * each[2]]
+            shared += _to_share(solid) if len(solid) < len(there) else []
+        elif extent.num_tensors > 1:
+            shared.append(extent)
+    return shared
 
 
 def _memory_of(tensor: torch.Tensor, extent: _Extent) -> torch.Tensor | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Iterator
+from itertools import chain
 
 from asyncloader.messages.frames import Buffer, FrameBuffer, frame
 
@@ -36,6 +38,15 @@ class WorkerChannel:
             self._frames = iter(self._incoming.frames())
         kind, body = found
         return kind, body if body.readonly else bytes(body)
+
+    def is_silent(self, seconds: float) -> bool:
+        """Wait for so long; whether nothing comes."""
+        for first in self._frames:
+            self._frames = chain((first,), self._frames)
+            return False
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        return not poller.poll(1_000 * seconds)
 
     def fileno(self) -> int:
         """Return the descriptor, for a loop to watch."""

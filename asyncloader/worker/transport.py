@@ -37,6 +37,9 @@ from asyncloader.worker.batch_maker import Host
 from asyncloader.worker.channel import WorkerChannel
 from asyncloader.worker.guarded_loop import GuardedLoop
 
+_IDLE_S = 10.0
+"""A worker that has had nothing to do for so long, as between epochs, gives back its slabs: others may need them."""
+
 _CUDA_HERE = (
     "A worker process has initialised CUDA. Each worker that does so holds a context of its own: hundreds of MB of GPU "
     "memory. If workers need no GPU, find what uses it (a tensor made or loaded there, a library at its import); "
@@ -108,6 +111,7 @@ class ProcessTransport(WorkerTransport):
         self._channel = channel
         self._heap = heap
         self._encoder = Encoder(heap)
+        self._patience_s = _IDLE_S
         self._stacker: collate.Stacker
         self._warns_of_cuda = worker_id == 0  # one warning is enough; the other workers run the same code
 
@@ -140,6 +144,9 @@ class ProcessTransport(WorkerTransport):
     def receive(self, *, wait: bool) -> tuple[int, Any] | None:
         """Return the next message. Slabs that came back with it are known."""
         try:
+            if wait and self._heap is not None and self._heap.reserved and self._channel.is_silent(self._patience_s):
+                self._patience_s *= 2  # the trainer may keep the last batches for long
+                self.send(Kind.IDLE)
             frame = self._channel.receive(wait=wait)
         except (EOFError, OSError) as error:
             raise ParentGone from error
@@ -152,8 +159,12 @@ class ProcessTransport(WorkerTransport):
 
     def _tickets(self, body: Buffer) -> list[tuple[int, Any]]:
         returned, tickets = unpack_tickets(body)
-        if returned and self._heap is not None:
+        if self._heap is not None:
             self._heap.returned(returned)
+            if tickets:
+                self._patience_s = _IDLE_S
+            else:  # the answer to IDLE
+                self._heap.trim()
         return [(ticket, self._keys(pickled)) for ticket, pickled in tickets]
 
     def _keys(self, pickled: Buffer) -> Any:

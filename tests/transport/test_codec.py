@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 from asyncloader.transport import codec
 from asyncloader.transport.codec import Encoder, decode
 from asyncloader.transport.slab import SlabPool
-from asyncloader.transport.tensors import INLINE_MAX, CannotShareError
+from asyncloader.transport.tensors import INLINE_MAX
 from asyncloader.transport.worker_heap import heap_for_a_worker
 from tests.effort import examples
 from tests.transport.wire import make_pool, worker
@@ -510,7 +510,7 @@ def test_a_label_does_not_hold_the_payload(there_and_back: RoundTrip) -> None:
 # ----------------------------------------------------------------------------------------------- what cannot be sent
 def test_what_requires_grad_and_is_no_leaf(there_and_back: RoundTrip) -> None:
     """torch's words."""
-    with pytest.raises(CannotShareError, match="Cowardly refusing"):
+    with pytest.raises(RuntimeError, match="Cowardly refusing"):
         there_and_back(torch.ones(3, requires_grad=True) * 2)
     assert there_and_back(3) == 3
 
@@ -548,7 +548,7 @@ def test_what_only_cloudpickle_takes(there_and_back: RoundTrip) -> None:
 @pytest.mark.gpu
 def test_tensors_on_an_accelerator(there_and_back: RoundTrip) -> None:
     """They cannot leave a worker, and the error says what to do."""
-    with pytest.raises(CannotShareError, match="pin_memory"):
+    with pytest.raises(RuntimeError, match="pin_memory"):
         there_and_back(torch.ones(3, device="cuda"))
 
 

@@ -33,6 +33,7 @@ from asyncloader.transport.free_list import Region, gaps
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import Array
 from asyncloader.transport.worker_heap import heap_for_a_worker
+from asyncloader.worker import transport as worker_transport
 from tests import inside
 from tests.effort import examples
 from tests.forks import forked
@@ -408,6 +409,24 @@ def test_an_idle_pool_gives_everything_back(pool: SlabPool) -> None:
     while planned:
         planned.pop()[1]()
     assert pool.reserved_bytes == 0
+
+
+def test_a_persistent_worker_that_waits_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two epochs; a batch that is held stays as it is, and the next epoch is as ever."""
+    monkeypatch.setattr(worker_transport, "_IDLE_S", 0.2)
+    pool, held = slab.slab_pool(), None
+    before = pool.reserved_bytes
+    samples = [torch.full((FLOATS,), float(number)) for number in range(16)]
+    loader = DataLoader(samples, 1, num_workers=2, persistent_workers=True)
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            assert (batch == number).all()
+            held = batch if held is None else held
+        del batch
+        wait_until(lambda: pool.reserved_bytes - before < 2 * MIB)  # 1 MiB is in use, of some eight
+        assert held is not None
+        assert (held == 0).all()
+    loader.close()
 
 
 def test_memory_that_cannot_be_given_back_keeps_no_loop_busy(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,8 @@ class Pool(Backend[WorkerProcess]):
             self._on_heap(process, body)
         elif kind == Kind.UP:
             process.on_up()
+        elif kind == Kind.IDLE:
+            process.channel.send(Kind.TICKETS, *pack_tickets([], self._heaps[process].returned()))
         elif kind in (Kind.READY, Kind.AWAITS, Kind.ENDING):
             self.on_message(process, kind, pickle.loads(body) if body else None)
         else:
