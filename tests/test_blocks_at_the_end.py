@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -260,4 +261,34 @@ def test_a_block_that_lasts_does_not_hold_up_a_drop_for_ever(
     del iterator
     assert "A sample_seed() block has had the global random generators" in caplog.text
     data.seeded.set()
+    inside.until_engines_end()
+
+
+def test_a_signal_does_not_cut_the_wait_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler runs when the block has ended that a dropped iterator waits for."""
+    waits = threading.Event()
+    wait_ended = turns.wait_ended
+    order: list[str] = []
+
+    def waited() -> None:
+        waits.set()
+        wait_ended()
+
+    class Signalling(Blocks):
+        def stay(self) -> None:
+            assert waits.wait(30)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            threading.Event().wait(0.05)
+            order.append("the block ends")
+
+    monkeypatch.setattr(turns, "wait_ended", waited)
+    before = signal.signal(signal.SIGUSR1, lambda *_: order.append("the handler"))
+    try:
+        data = Signalling(slow=2)
+        iterator = iter(DataLoader(data, 2, seeding="sample", num_workers=1, worker_backend="thread"))
+        assert data.inside.wait(30)
+        del iterator
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert order == ["the block ends", "the handler"]
     inside.until_engines_end()
