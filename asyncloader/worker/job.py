@@ -61,11 +61,6 @@ class Job:
         self.ticket = ticket
         self.began = perf_counter()
 
-    @property
-    def is_here(self) -> bool:
-        """Whether no sample is missing that is still wanted."""
-        return self.started == self.count and not self.pending
-
 
 def mend(samples: list[Any], errors: dict[int, Any], *, leave_out: bool) -> list[Any]:
     """Return the samples in order, without the bad ones or with others in their places.

@@ -159,7 +159,7 @@ class Overlap:
             job.errors[position] = error
         else:
             self._cost(job, position, error)
-        if job.is_here:
+        if job.started == job.count and not job.pending:
             self._conclude(job)
         else:
             self._fill()

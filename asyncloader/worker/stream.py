@@ -265,7 +265,7 @@ class Stream(Overlap):
         del job.samples[count:]
         self._waiting.popleft()
         self._keep(job)
-        if job.is_here:
+        if job.started == job.count and not job.pending:
             self._conclude(job)
 
     def _conclude(self, job: Job) -> None:

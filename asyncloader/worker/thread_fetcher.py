@@ -1,7 +1,7 @@
 """The samples of a plain map-style dataset, several at once, on threads: for calls that block.
 
     add ──> queue of samples, in order ──> up to `concurrency` threads, each one sample at a time
-                                              └── a sample is there: a call to the loop
+                                              └── done: a deque, and one call to the loop for all that is in it
 
 A thread takes its next sample from the queue by itself, whether or not the loop has its turn. A thread that hangs holds
 one sample, and so one batch. See :mod:`asyncloader.worker.overlap` for the contract. A thread cannot be cancelled; the
@@ -16,6 +16,7 @@ import contextvars
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from operator import getitem
@@ -43,6 +44,8 @@ class ThreadFetcher(TaskFetcher):
         self._samples: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()  # None ends a thread
         self._at: dict[int, int] = {}  # by thread, the ticket that it is at
         self._threads: list[threading.Thread] = []
+        self._done: deque[tuple[Job, int, Any, BaseException | None]] = deque()
+        self._is_told = False  # the loop will look at what is done
         self._ended = asyncio.Semaphore(0)  # counts threads
 
     def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
@@ -101,9 +104,14 @@ class ThreadFetcher(TaskFetcher):
         job.pending[position] = None
         self._samples.put((job, position))
 
-    def _take_wanted(self, job: Job, position: int, sample: Any, error: BaseException | None) -> None:
-        if position in job.pending:
-            self._take(job, position, sample, error)
+    def _take_done(self) -> None:
+        """Take what has become of samples: on the loop."""
+        self._is_told = False  # whoever is done with a sample from now on tells again
+        while self._done:
+            job, position, sample, error = self._done.popleft()
+            if position in job.pending:
+                self._take(job, position, sample, error)
+            del job, sample, error
 
     # -------------------------------------------------------------------------------------------------- a thread
 
@@ -136,8 +144,11 @@ class ThreadFetcher(TaskFetcher):
             error = raised
         if before is not None and isinstance(watch, DrawWatch):
             watch.compare(before)
-        self._tell(self._take_wanted, job, position, sample, error)
+        self._done.append((job, position, sample, error))
         del job, sample, error  # a traceback refers to this frame
+        if not self._is_told:  # looked at after the sample is there: `_take_done` does it the other way round
+            self._is_told = True
+            self._tell(self._take_done)
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
