@@ -27,7 +27,7 @@ from asyncloader.plain import plain
 from asyncloader.protocols import is_stateful, leaves_out_buffer, probe
 from asyncloader.run.fits import describe
 from asyncloader.run.plan import order_generators
-from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
+from asyncloader.run.rng_snapshot import DRAW_FROM_TORCH, KNOWN_SAMPLERS
 from asyncloader.run.state import ALL, LoaderState
 
 log = logging.getLogger("asyncloader")
@@ -36,6 +36,10 @@ _OF_GRAPHS = {"root", "num_yielded"}
 _OLD_ORDER = (
     "The state is of torchdata 0.10 or older. The rest of its epoch is the same; later epochs have the order of 0.11, "
     "which is another one."
+)
+_OWN_ORDER = (
+    "The state does not have the generator of %s: the order is drawn from it as it is now, and in the middle of an "
+    "epoch what was done is left out of that. For the same order, seed the generator as at the beginning of the epoch."
 )
 
 
@@ -146,6 +150,8 @@ def _order(saved: _Saved, options: Options, left_out: int) -> dict[str, Any]:
             is_short = whole is not None and whole["samples_yielded"] < saved.done * (options.batch_size or 1)
             is_at_end = not saved.num_workers or (is_short and not saved.since)
             order |= {"drawn": 0, "passes": [] if is_at_end else [saved.since + 1]}
+    elif type(options.sampler) in DRAW_FROM_TORCH:
+        log.warning(_OWN_ORDER, type(options.sampler).__name__)
     return order
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 LENGTH = 23
 STREAM_LENGTHS = (5, 14, 9)
@@ -223,6 +223,10 @@ SAMPLERS: dict[str, Any] = {
         "generator": torch.Generator().manual_seed(5),
     },
     "shuffled, no batches": lambda: {"batch_size": None, "shuffle": True},
+    "torch's, seeded": lambda: {
+        "batch_size": 4,
+        "sampler": RandomSampler(Map(), generator=torch.Generator().manual_seed(7)),
+    },
     "distributed": lambda: {"batch_size": 4, "sampler": _distributed()},
     "own, with a state": lambda: {"batch_size": 4, "sampler": StatefulSampler()},
     "own, with a state, no batches": lambda: {"batch_size": None, "sampler": StatefulSampler()},
@@ -243,7 +247,9 @@ EVERY = (1, 4)
 EVERYTHING = [
     (dataset, sampler, num_workers, every, persistent)
     for dataset in (*MAPS, *STREAMS)
-    for sampler in (sorted(SAMPLERS.keys() - {"counted"}) if dataset in MAPS else ("sequential", "no batches"))
+    for sampler in (
+        sorted(SAMPLERS.keys() - {"counted", "torch's, seeded"}) if dataset in MAPS else ("sequential", "no batches")
+    )
     for num_workers in WORKERS
     for every in (EVERY if num_workers else (1,))
     for persistent in ((False, True) if num_workers and every == 1 else (False,))

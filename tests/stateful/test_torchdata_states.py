@@ -102,6 +102,14 @@ def test_each_rank_loads_its_own_state() -> None:
         assert plain(ours) == plain(iterator)
 
 
+def test_a_sampler_of_torchs_draws_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """Its generator is in no state of torchdata's: it is the user who seeds it again, and a warning says so."""
+    program = ("map", "torch's, seeded", 0, 1, False)
+    state, *expected = states(program)["middle"]
+    assert outcome(program, state, expected, DataLoader) == "equal"
+    assert "generator of RandomSampler" in caplog.text
+
+
 async def test_async_for_goes_on_after_batches_that_are_read_again() -> None:
     """They are read before `aiter` returns, as before `iter` does."""
     program = ("iterator with a state", "sequential", 3, 4, False)
