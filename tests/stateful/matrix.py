@@ -75,7 +75,8 @@ def cells(programs: Any = EVERYTHING) -> Iterator[tuple[Any, str, str, str]]:
     """Go through all cells: program, moment, into what, and the outcome."""
     for program in programs:
         for moment, (state, *expected) in states(program).items():
-            for loader_class in (StatefulDataLoader, DataLoader):
+            # What is read is the same: our plain loader goes through the simplest programs.
+            for loader_class in (StatefulDataLoader, DataLoader)[: 2 if program[3:] == (1, False) else 1]:
                 yield program, moment, loader_class.__name__, outcome(program, state, expected, loader_class)
 
 
