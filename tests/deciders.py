@@ -62,5 +62,5 @@ def validate(scheduler: Any) -> None:
 
 def validate_workforce(workforce: Any, roster: Any) -> None:
     """Check what must hold of a workforce between any two events: nobody is to come who is not wanted, or is there."""
-    assert workforce._coming <= workforce.wanted
-    assert not any(map(roster.takes, workforce._coming & roster.active))
+    assert workforce.coming <= workforce.wanted
+    assert not any(map(roster.takes, workforce.coming & roster.active))

@@ -81,7 +81,7 @@ MUTATIONS = (
     Mutation(
         "a worker that is away is not taken in again",
         "engine/engine.py",
-        "                self.workforce.comes_later(worker)\n            self._settle_soon()\n",
+        "                self.workforce.coming.add(worker)\n            self._settle_soon()\n",
         "                pass\n            self._settle_soon()\n",
         "engine/test_engine.py",
     ),

@@ -342,7 +342,7 @@ class Engine:
                 self._carry_out(self.recovery.fill(process, run.start_of(worker)))
             elif run.scheduler.roster.takes(worker):
                 self._replace(worker)
-            elif self.workforce.is_coming(worker):
+            elif worker in self.workforce.coming:
                 self._start(worker)  # there was no room for it: it is not waited for any longer
         if self._controller is not None:
             self._controller.begin_run()
@@ -483,7 +483,7 @@ class Engine:
                 process,
                 self.run.start_of(worker),
                 is_active=worker in self.run.scheduler.active,
-                is_coming=self.workforce.is_coming(worker),
+                is_coming=worker in self.workforce.coming,
                 is_alone=self._is_alone(),
             )
             self._carry_out(decided)
@@ -494,7 +494,7 @@ class Engine:
         if self._is_at_work:
             self.run.scheduler.lost(worker)
             if worker in self.workforce.wanted:
-                self.workforce.comes_later(worker)
+                self.workforce.coming.add(worker)
             self._settle_soon()
 
     def resize(self, num_workers: int) -> None:
@@ -626,7 +626,7 @@ class Engine:
         self.pool.dismiss(worker, END_GRACE_S)
         if worker in self.workforce.wanted:
             self.run.meter.renewed(worker)
-            self.workforce.comes_later(worker)
+            self.workforce.coming.add(worker)
             self._start(worker)
 
     def _replace(self, worker: int) -> None:
@@ -669,7 +669,7 @@ class Engine:
         self.pool.dismiss(worker, 0.0)
         self.run.scheduler.lost(worker)
         if worker in self.workforce.wanted:
-            self.workforce.comes_later(worker)
+            self.workforce.coming.add(worker)
             self._rest(worker, rest_s)
 
     def _rest(self, worker: int, rest_s: float) -> None:
@@ -678,7 +678,7 @@ class Engine:
 
     def _end_rest(self, worker: int) -> None:
         del self._rests[worker]
-        if self.workforce.is_coming(worker):
+        if worker in self.workforce.coming:
             self._start(worker)
         else:
             self._replace(worker)

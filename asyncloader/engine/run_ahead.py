@@ -45,9 +45,6 @@ class RunAhead:
         self._is_bounded = self.limit_bytes > 0  # and the size of every batch so far is known
         self._mean_busy_s: float | None = None
         self._latency_s = _LATENCY_GUESS_S
-        self._is_known = False  # what follows
-        self._depth = 0  # how many batches keep a worker busy, and cover the latency of the channel and of asking
-        self._queue_depth = 0
 
     def returned(self, busy_s: float, wait_s: float, is_prompt: bool) -> None:
         """A ticket took so many seconds of work; the worker had waited for it, promptly sent, or sent long ago."""
@@ -57,30 +54,23 @@ class RunAhead:
             self._latency_s += 0.2 * (wait_s - self._latency_s)
         else:
             self._latency_s += 0.005 * (_LATENCY_GUESS_S - self._latency_s)  # long ago: to be tried again
-        self._is_known = False
 
-    def _decide(self) -> None:
-        """Find out how many tickets a worker is to have. Asked for several times a ticket, or not at all."""
-        self._is_known = True
-        mean, overlapping = self._mean_busy_s, self._overlapping
-        self._depth = max(_LEAST_DEPTH, overlapping)
-        if mean is not None:
-            self._depth = max(self._depth, min(1 + int(_HIDE_LATENCY_S / max(mean, 1e-6)), _MOST_DEPTH))
-        is_one_enough = mean is not None and not overlapping and self._latency_s < _LATENCY_SHARE * mean
-        self._queue_depth = 1 if is_one_enough else self._depth
+    @property
+    def _depth(self) -> int:
+        """How many batches keep a worker busy, and cover the latency of the channel and of asking."""
+        mean, least = self._mean_busy_s, max(_LEAST_DEPTH, self._overlapping)
+        return least if mean is None else max(least, min(1 + int(_HIDE_LATENCY_S / max(mean, 1e-6)), _MOST_DEPTH))
 
     @property
     def queue_depth(self) -> int:
         """How many tickets a worker has at once under dynamic scheduling: as few as keep it busy."""
-        if not self._is_known:
-            self._decide()
-        return self._queue_depth
+        mean = self._mean_busy_s
+        is_one_enough = mean is not None and not self._overlapping and self._latency_s < _LATENCY_SHARE * mean
+        return 1 if is_one_enough else self._depth
 
     @property
     def low(self) -> int:
         """With fewer tickets a worker is about to stand idle. Early, so that what is read comes before it does."""
-        if not self._is_known:
-            self._decide()
         return self._overlapping or max(_LEAST_DEPTH, self._depth // 2)
 
     def sized(self, nbytes: int) -> None:

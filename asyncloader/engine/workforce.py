@@ -36,6 +36,7 @@ class Workforce:
 
     Attributes:
         wanted: The workers that are asked for. Not all of them need be there. Consumers may read it.
+        coming: Those of them that have not joined yet: they are started, or are to be, and are not ready.
         grown: The private memory of workers that have more than they may have, and are to be renewed.
         most_in_hand: So many tickets a worker is sent at once, where its memory is bounded; otherwise None. What it has
             in hand it finishes, however it grows by that.
@@ -43,7 +44,7 @@ class Workforce:
 
     def __init__(self, options: Options) -> None:
         self.wanted = set(range(options.num_at_start))
-        self._coming: set[int] = set()  # started, or to be, and not ready
+        self.coming: set[int] = set()
         self._max_bytes = options.max_worker_memory
         self.most_in_hand = None if self._max_bytes is None else options.prefetch
         self.grown: dict[int, int] = {}
@@ -51,7 +52,7 @@ class Workforce:
         self._has_warned = False
 
     def __repr__(self) -> str:
-        return f"<Workforce {sorted(self.wanted)} coming={sorted(self._coming)}>"
+        return f"<Workforce {sorted(self.wanted)} coming={sorted(self.coming)}>"
 
     # ------------------------------------------------------------------------------------------------ come and go
 
@@ -68,15 +69,15 @@ class Workforce:
             roster: The workers that take tickets, or are leaving.
             processes: The workers that there are.
         """
-        self._coming &= self.wanted - roster.active  # a run that has begun with them waits for them itself
+        self.coming &= self.wanted - roster.active  # a run that has begun with them waits for them itself
         actions: list[Action] = []
         for worker in sorted(self.wanted):
             if roster.takes(worker):
                 continue
             if worker in roster.leaving or (worker in processes and processes[worker].is_ready):
                 actions.append(("join", worker))
-            elif worker not in self._coming:
-                self._coming.add(worker)
+            elif worker not in self.coming:
+                self.coming.add(worker)
                 if worker not in processes:
                     actions.append(("start", worker))
         for worker in sorted((roster.active | processes.keys()) - self.wanted, reverse=True):
@@ -88,18 +89,10 @@ class Workforce:
 
     def ready(self, worker: int, roster: Roster) -> list[Action]:
         """A worker has opened the dataset. It may not be wanted any more."""
-        self._coming.discard(worker)
+        self.coming.discard(worker)
         if worker in roster.active:
             return []
         return [("join" if worker in self.wanted else "dismiss", worker)]
-
-    def comes_later(self, worker: int) -> None:
-        """A worker that is wanted could not be started, and is started later."""
-        self._coming.add(worker)
-
-    def is_coming(self, worker: int) -> bool:
-        """Whether the worker has not joined yet."""
-        return worker in self._coming
 
     # ---------------------------------------------------------------------------------------------------- renewal
 

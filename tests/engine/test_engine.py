@@ -269,7 +269,7 @@ async def test_others_do_what_a_worker_had_that_is_away() -> None:
     await asyncio.sleep(0)
     assert tries(driven, 0) == dict.fromkeys(range(4), 0)
     assert driven.scheduler.active == {0}
-    assert driven.engine.workforce.is_coming(1)
+    assert 1 in driven.engine.workforce.coming
     driven.engine.on_away(1)  # it may be told again, and of one that nobody wants
     driven.engine.resize(1)
     driven.engine.on_away(1)

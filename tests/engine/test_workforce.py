@@ -85,7 +85,7 @@ class World:
             self.roster.retire(worker)
             self.places.pop(worker, None)
             if worker in self.workforce.wanted:
-                self.workforce.comes_later(worker)
+                self.workforce.coming.add(worker)
                 self.to_start.add(worker)
 
     def begin(self, num_workers: int) -> None:
@@ -102,11 +102,11 @@ def test_one_more_joins_when_it_is_ready() -> None:
     assert world.settle() == [("start", 1)]
     assert world.settle() == []
     world.start()
-    assert world.workforce.is_coming(1)
+    assert 1 in world.workforce.coming
     assert not world.roster.takes(1)
     world.get_ready()
     assert world.roster.takes(1)
-    assert not world.workforce.is_coming(1)
+    assert 1 not in world.workforce.coming
 
 
 def test_the_last_go_first_and_stay_if_they_are_wanted_before_they_have_gone() -> None:
@@ -136,7 +136,7 @@ def test_workers_that_come_later_join_as_they_come() -> None:
     """Nobody starts them once more; one that is not wanted any more goes."""
     workforce, roster = Workforce(deciders.options(num_at_start=3)), Roster(0, 0)
     for worker in range(3):
-        workforce.comes_later(worker)
+        workforce.coming.add(worker)
     processes: Any = {worker: Place(False) for worker in range(3)}
     assert workforce.settle(roster, processes) == []
     assert workforce.ready(1, roster) == [("join", 1)]
@@ -230,5 +230,5 @@ def test_what_a_worker_needs_from_its_start_is_no_reason(caplog: Any) -> None:
 def test_representation() -> None:
     """What a debugger shows."""
     workforce = Workforce(deciders.options(num_at_start=3))
-    workforce.comes_later(2)
+    workforce.coming.add(2)
     assert repr(workforce) == "<Workforce [0, 1, 2] coming=[2]>"
