@@ -18,6 +18,7 @@ compared with what is noted here.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -75,12 +76,12 @@ def _columns(numbers: Iterable[NDArray[np.float64]]) -> dict[str, NDArray[np.flo
     }
 
 
-def _plus(timings: dict[str, Timing], idle_from: float, rows: list[Sequence[float]]) -> dict[str, Timing]:
-    """Return the timings with these rows; the batch before them was taken at ``idle_from``."""
-    if not rows:
+def _plus(timings: dict[str, Timing], idle_from: float, rows: array[float], width: int) -> dict[str, Timing]:
+    """Return the timings with these rows of so many numbers; the batch before them was taken at ``idle_from``."""
+    if not rows or not width:
         return timings
     late = _LATE if not timings else ()
-    numbers = whole_row([*np.array(rows, float).T])
+    numbers = whole_row([*np.array(rows).reshape(-1, width).T])
     columns = _columns([*numbers, np.array([idle_from, *numbers[-1][:-1]])])
     return {name: timings.get(name, Timing()).plus(each[name in late :]) for name, each in columns.items()}
 
@@ -123,7 +124,9 @@ class Meter:
         self._renewals = 0
         # Written by consumers, one at a time.
         # Of the batches so far: timings, when the last batch in them was taken, and rows of those that are not in them.
-        self._state: tuple[dict[str, Timing], float, list[Sequence[float]]] = ({}, 0.0, [])
+        # In an array: as tuples they pushed code and data of the next batch out of the processor's cache.
+        self._state: tuple[dict[str, Timing], float, array[float]] = ({}, 0.0, array("d"))
+        self._width = 0  # of a row; known when there is one
         self._look_at = 0.0
         self._first_at = 0.0
         self._first_cpu_s = 0.0
@@ -136,7 +139,7 @@ class Meter:
     def taken_at(self) -> float:
         """When a batch was taken last; 0.0 before the first one."""
         _, before, rows = self._state
-        return rows[-1][-1] if rows else before
+        return rows[-1] if rows else before
 
     def _mark(self, text: str, at: float) -> None:
         if self._trace is not None:
@@ -144,7 +147,7 @@ class Meter:
 
     def _timings(self) -> defaultdict[str, Timing]:
         timings, before, rows = self._state
-        return defaultdict(Timing, _plus(timings, before, rows[:]))
+        return defaultdict(Timing, _plus(timings, before, rows[:], self._width))
 
     # ------------------------------------------------------------------------------------------- loop thread
 
@@ -188,19 +191,19 @@ class Meter:
         # Another list: a call that is interrupted comes here once more, with the same beginning.
         self.add([*row, asked_at or came_at, came_at, ahead, ready, now])
 
-    def add(self, row: Sequence[float]) -> None:
+    def add(self, row: list[float]) -> None:
         """Count a batch that a consumer takes.
 
         Args:
             row: What `ROW` names; or, of a batch that this process has made itself, and pinned if it is to be, `HERE`.
         """
-        self._state[2].append(row)
+        self._state[2].fromlist(row)
         if row[-1] > self._look_at:
             self._look(row)
 
-    def _look(self, row: Sequence[float]) -> None:
+    def _look(self, row: list[float]) -> None:
         """Do what would take longer than counting a batch, if it were done for each."""
-        (timings, before, rows), now = self._state, row[-1]
+        (timings, before, rows), now, self._width = self._state, row[-1], len(row)
         self._last_cpu_s = process_time()
         if len(row) == len(HERE) and now > self._stalls_due_at:
             self._last_stalled_s, self._stalls_due_at = stalled_s(), now + _STALLS_EVERY_S
@@ -210,11 +213,12 @@ class Meter:
         if self._trace is None:
             self._look_at = now + min(_LOOK_EVERY_S, 0.001 + 0.01 * (now - self._began))
         else:
-            self._trace.note(self._epoch, [*whole_row(row), rows[-2][-1] if len(rows) > 1 else before])
+            idle_from = rows[-len(row) - 1] if len(rows) > len(row) else before
+            self._trace.note(self._epoch, [*whole_row(row), idle_from])
             if self._trace.is_due:
                 self._trace.write()
-        if len(rows) >= _MOST_ROWS:
-            self._state = _plus(timings, before, rows), now, []
+        if len(rows) >= _MOST_ROWS * len(row):
+            self._state = _plus(timings, before, rows, len(row)), now, array("d")
 
     def log_summary(self) -> None:
         """Say in the log, once, how the run went: everything was taken."""

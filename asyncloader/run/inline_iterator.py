@@ -202,7 +202,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             return
         if plan is self._plan:  # otherwise another thread has loaded a state meanwhile: the batch is of no run
             self._in_hand = batch
-            self._meter.add((number, maker.count, began, maker.fetched, asked_at, perf_counter()))
+            self._meter.add([number, maker.count, began, maker.fetched, asked_at, perf_counter()])
 
     def _wait_for_keys(self) -> None:
         """Wait until the next keys are there."""
@@ -250,7 +250,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         finally:
             del made, error  # a traceback that refers to this frame would keep the iterator alive
         maker = self._maker
-        self._meter.add((self._progress.read - 1, maker.count, began, maker.fetched, asked_at, perf_counter()))
+        self._meter.add([self._progress.read - 1, maker.count, began, maker.fetched, asked_at, perf_counter()])
 
     async def _read_aside(self) -> Any:
         """Return the next keys, when they are there. The sampler is the user's, and is read in the caller's thread."""
