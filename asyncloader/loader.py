@@ -43,6 +43,7 @@ from asyncloader.protocols import (
     accept_iterable,
 )
 from asyncloader.run.fits import check
+from asyncloader.run.merged_workers import for_workers_of
 from asyncloader.run.plan import load_early
 from asyncloader.run.runs import Runs
 from asyncloader.run.torchdata_state import read_state
@@ -400,6 +401,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         options = self._loader_options()
         loaded = read_state(state, options) if state else None
         if loaded is not None:
+            loaded = for_workers_of(options, loaded)
             check(loaded, options)
             load_early(options, loaded)
         self._runs.load(loaded, options)

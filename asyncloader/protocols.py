@@ -148,6 +148,11 @@ def is_stateful(thing: Any) -> bool:
     return not leaves_out_buffer(thing)
 
 
+def merges_states(dataset: Any) -> bool:
+    """Whether a stream makes one state of those of several workers: it has a method ``merge_state_dicts(states)``."""
+    return is_stateful(dataset) and callable(getattr(type(dataset), "merge_state_dicts", None))
+
+
 def leaves_out_buffer(dataset: Any) -> bool:
     """Whether it is a stream of Hugging Face's `datasets` that shuffles through a buffer.
 

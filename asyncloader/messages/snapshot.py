@@ -22,7 +22,7 @@ from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 from asyncloader.plain import as_text, plain, unplain
-from asyncloader.protocols import is_stateful, put_back
+from asyncloader.protocols import is_stateful, merges_states, put_back
 from asyncloader.seeding.generators import GLOBAL, check_of
 from asyncloader.seeding.sample_context import Placed
 
@@ -210,6 +210,7 @@ class Keeper:
         self._keeps_keys = True  # of batches since the last snapshot: those of a stream are only counted
         self._is_first = True  # what is drawn between the beginning and the first batch is not drawn again
         self._pace = Pace()
+        self._is_merged = merges_states(dataset)  # which asks for a state at each batch
         if is_stateful(dataset):
             put_back(dataset, self._snapshot.get("dataset"))
 
@@ -236,7 +237,7 @@ class Keeper:
         self._since += 1
         is_turn = self._is_first or self._since % self._every == 0
         self._is_first = False
-        if (is_turn and self._pace.is_due()) or (self._keeps_keys and self._since >= _MOST_SINCE):
+        if (is_turn and (self._pace.is_due() or self._is_merged)) or (self._keeps_keys and self._since >= _MOST_SINCE):
             return self.take_now(ended=ended)
         return None
 

@@ -33,6 +33,7 @@ from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer
 from asyncloader.run.fits import check
+from asyncloader.run.merged_workers import for_workers_of
 from asyncloader.run.plan import order_generators
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
@@ -251,7 +252,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         loader = self._loader()
         if loader is None:
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
-        loaded = read_state(state, self._options)
+        loaded = for_workers_of(self._options, read_state(state, self._options))
         check(loaded, self._options)
         self._runs.note_load(loaded, self._options)
         self._restart(loader, loaded)

@@ -20,6 +20,7 @@ from asyncloader.options import Options
 from asyncloader.run.fits import describe
 from asyncloader.run.plan import keeps_place, order_generators, own_state, samplers_within, written
 from asyncloader.run.rng_snapshot import OrderDraw
+from asyncloader.run.set_epochs import counted_epochs
 from asyncloader.run.state import LoaderState
 from asyncloader.seeding.own_generators import Key
 from asyncloader.seeding.sample_context import EpochKey
@@ -163,6 +164,8 @@ class Checkpointer:
             shared_seed=self.shared_seed if keeps_seed else None,
             generators=json.dumps(self.generators),
             at_iter=_generators_now(self.options),
+            set_epochs=[None] * len(samplers_within(self.options.index_sampler)),  # which count in states of their own
+            dataset_epochs=counted_epochs(self.options.dataset),
             **_of_samplers(self.options, samplers),
             workers=None if carried is None else as_plain(carried),
             num_workers=self.num_workers,

@@ -37,7 +37,10 @@ _ADVICE = {
         "It says whether a state has that of the dataset: so it is if the dataset provides one, unless "
         "snapshot_every_n_steps is 0 or None."
     ),
-    "num_workers": "A dataset with a state of its own in each worker can only go on with as many workers.",
+    "num_workers": (
+        "A dataset with a state of its own in each worker can only go on with as many workers, unless it has a method "
+        "merge_state_dicts, as asyncloader.streams do."
+    ),
 }
 """By what differs: what to do about it."""
 

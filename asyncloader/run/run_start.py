@@ -87,7 +87,7 @@ def begin(
         last: The run before this one, if its workers make this one too.
         left: The run before this one, if it was left as soon as it had begun.
     """
-    runs.set_epochs.look(options.index_sampler)  # before a state sets an epoch of its own
+    runs.set_epochs.look(options)  # before a state sets an epoch of its own
     rng = order_generators(options)
     before, check = rng.capture(), [] if state is None else rng.check()  # what the trainer has set, perhaps
     if state is None:
@@ -161,7 +161,7 @@ def _put_anew(
     latest = runs.run()
     if latest is not None and latest.progress.finished:
         runs.set_epochs.warn_of_same_order(options, [*latest.sampler_epochs, *latest.dataset_epochs])
-    at_iter, last = rng.capture(), None if latest is None else latest.sampler_epochs
+    at_iter, last = rng.capture(), None if latest is None else [*latest.sampler_epochs, *latest.dataset_epochs]
     return at_iter, _begin_epoch(options, runs, runs.samplers_now(), last)
 
 
@@ -186,12 +186,13 @@ def _put_back(
     load_samplers(options.index_sampler, None if state.passes else states, state.set_epochs)
     if state.is_between_runs:  # an epoch that was set since the load is the one that begins
         tell(samplers_within(options.index_sampler), since)
-    last = runs.set_epochs.of_samplers(options.index_sampler) if state.finished else None
+    tell(listeners(options.dataset), state.dataset_epochs)
+    news = since[len(samplers_within(options.index_sampler)) :] if state.is_between_runs else ()
+    tell(listeners(options.dataset), news)
+    last = runs.set_epochs.now(options) if state.finished else None
     frozen = None if states is None else Frozen(states)
     samplers = _begin_epoch(options, runs, SamplerState(frozen, state.drawn, tuple(state.passes)), last)
-    tell(listeners(options.dataset), state.dataset_epochs)
     runs.set_epochs.note_state(state, options)
-    news = since[len(samplers_within(options.index_sampler)) :] if state.is_between_runs else ()
     starts = _starts(options, state, news)
     if starts is not None and options.is_inline and state.is_between_runs and _has_dataset(options, starts[0]):
         # Before anything of the run is drawn: the dataset's state may set a global generator.
@@ -205,8 +206,8 @@ def _put_back(
 def _begin_epoch(
     options: Options, runs: Runs, samplers: SamplerState, last: Sequence[int | None] | None
 ) -> SamplerState:
-    """Have samplers that count epochs count, and return where samplers are, which say it themselves otherwise."""
-    runs.set_epochs.begin_epoch(options.index_sampler, last=last)
+    """Have what counts epochs count them; return where samplers are, or that they say it themselves."""
+    runs.set_epochs.begin_epoch(options, last=last)
     if samplers.state is None or samplers.passes:
         for sampler in samplers_within(options.index_sampler):
             if isinstance(sampler, ResumableSampler):  # its newest iterator may have been left, in the same epoch

@@ -4,15 +4,15 @@
     a state that a run begins from ────┼──> of_dataset, of_samplers ──> states, and copies of the dataset in workers
     dataset.set_epoch: its `epoch` ────┘
 
-Samplers of ours count the loader's epochs: where nobody has set one since the last run began, a run begins the next.
-Whoever was last counts. Where a sampler or dataset has an attribute ``epoch``, that says it; otherwise it is what is
-remembered here.
+Samplers and streams of ours count the loader's epochs: where nobody has set one since the last run began, a run begins
+the next. Whoever was last counts. Where a sampler or dataset has an attribute ``epoch``, that says it; otherwise it is
+what is remembered here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -54,24 +54,27 @@ class SetEpochs:
         self._when_loaded = []  # whatever was known then, this is news
         self._is_quiet = True
 
-    def begin_epoch(self, index_sampler: Any, *, last: Sequence[int | None] | None) -> None:
-        """Have samplers that count epochs go on to the next one, unless the user has set one.
+    def begin_epoch(self, options: Options, *, last: Sequence[int | None] | None) -> None:
+        """Have samplers and streams that count epochs go on to the next one, unless the user has set one.
 
         Args:
-            index_sampler: The outermost sampler.
-            last: The epochs of samplers in the run that is over or was left; None if there was none, or it is resumed.
+            options: The loader's.
+            last: The epochs in the run that is over or was left; None if there was none, or it is resumed.
         """
-        samplers = counting(index_sampler)
-        # Another loader with the same sampler may have begun the epoch.
-        if not self._is_set and last is not None and list(last) == self.of_samplers(index_sampler):
-            for sampler, epoch in [(sampler, sampler.epoch + 1) for sampler in samplers]:  # one may set those within
-                sampler.set_epoch(epoch)
-        for sampler in samplers:
-            sampler.is_epoch_set = False
+        counters = counting(_things(options))
+        if not self._is_set and last is not None:
+            # Another loader with the same sampler may have begun the epoch.
+            same = [
+                thing for thing, was, now in zip(_things(options), last, self.now(options), strict=False) if was == now
+            ]
+            for counter, epoch in [(each, each.epoch + 1) for each in counting(same)]:  # one may set those within
+                counter.set_epoch(epoch)
+        for counter in counters:
+            counter.is_epoch_set = False
 
-    def look(self, index_sampler: Any) -> None:
+    def look(self, options: Options) -> None:
         """Note whether the user has set the epoch that begins, before a state sets that of its own."""
-        self._is_set = any(sampler.is_epoch_set for sampler in counting(index_sampler))
+        self._is_set = any(counter.is_epoch_set for counter in counting(_things(options)))
 
     def warn_of_same_order(self, options: Options, before: Sequence[int | None]) -> None:
         """Warn once, at the second epoch, of what gives the order of the first one, because nobody has told it which.
@@ -82,7 +85,7 @@ class SetEpochs:
         """
         if self._is_quiet:
             return
-        told = zip(before, self._now(options), strict=False)
+        told = zip(before, self.now(options), strict=False)
         same = [thing if was == now else None for thing, (was, now) in zip(_things(options), told, strict=False)]
         num_samplers = len(samplers_within(options.index_sampler))
         if any(isinstance(each, DistributedSampler) and each.shuffle for each in same[:num_samplers]):
@@ -106,17 +109,16 @@ class SetEpochs:
 
     def note_state(self, state: LoaderState, options: Options) -> None:
         """Note what a state has told samplers and the dataset that a run begins from."""
-        self._told = [
-            was if now is None else now for was, now in zip(self._now(options), _told_by(state), strict=False)
-        ]
+        self._told = [was if now is None else now for was, now in zip(self.now(options), _told_by(state), strict=False)]
 
     def note_load(self, options: Options) -> None:
         """Note what is told when a state is loaded: an epoch that is set afterwards goes before the state's."""
-        for sampler in counting(options.index_sampler):
-            sampler.is_epoch_set = False
-        self._when_loaded = self._now(options)
+        for counter in counting(_things(options)):
+            counter.is_epoch_set = False
+        self._when_loaded = self.now(options)
 
-    def _now(self, options: Options) -> list[int | None]:
+    def now(self, options: Options) -> list[int | None]:
+        """Return what samplers and the dataset's listeners were told."""
         return numbers(_things(options), self._told)
 
     def of_samplers(self, index_sampler: Any) -> list[int | None]:
@@ -125,11 +127,11 @@ class SetEpochs:
 
     def of_dataset(self, options: Options) -> list[int | None]:
         """Return what each of the dataset's listeners was told."""
-        return self.of_past_run or self._now(options)[len(samplers_within(options.index_sampler)) :]
+        return self.of_past_run or self.now(options)[len(samplers_within(options.index_sampler)) :]
 
     def since_load(self, options: Options) -> tuple[int | None, ...]:
         """Return what was told since a state was loaded; None for those that may have been told nothing."""
-        return changed(self._now(options), self._when_loaded)
+        return changed(self.now(options), self._when_loaded)
 
     def of_another(self, state: LoaderState, options: Options) -> tuple[int | None, ...]:
         """Return what was told since a state was loaded, if that is another epoch than the one the state is in."""
@@ -154,6 +156,11 @@ def _told_by(state: LoaderState) -> Iterator[int | None]:
     return chain(state.set_epochs, state.dataset_epochs, repeat(None))
 
 
-def counting(index_sampler: Any) -> list[Any]:
-    """List the samplers whose epochs the loader counts: `is_epoch_set` says whether the user has set the next one."""
-    return [each for each in samplers_within(index_sampler) if isinstance(probe(each, "is_epoch_set"), bool)]
+def counting(things: Iterable[Any]) -> list[Any]:
+    """List those whose epochs the loader counts, of samplers and datasets: those that say whether the next is set."""
+    return [each for each in things if isinstance(probe(each, "is_epoch_set"), bool)]
+
+
+def counted_epochs(dataset: Any) -> list[int | None]:
+    """Return the epochs of a dataset's listeners that count; None for others: states between runs have none of them."""
+    return [each.epoch if counting([each]) else None for each in listeners(dataset)]

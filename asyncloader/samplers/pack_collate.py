@@ -14,6 +14,10 @@ IGNORED = -100
 """torch's `cross_entropy` leaves out targets of this value by default."""
 
 
+class Block(list[Any]):
+    """Samples that fill one block, as :class:`asyncloader.streams.Pack` puts them together."""
+
+
 def pack_collate(
     samples: Sequence[Any],
     *,
@@ -31,8 +35,9 @@ def pack_collate(
 
     Args:
         samples: Rows of tokens (tensors, arrays or lists of integers), or dictionaries with such a row under
-            "input_ids". Their own "labels" are used if there are any; other rows of numbers, one for each token, are
-            laid out alike. Other entries (texts, numbers, arrays of several dimensions) are left out.
+            "input_ids"; or blocks of these, each of which begins a new block here. Their own "labels" are used if there
+            are any; other rows of numbers, one for each token, are laid out alike. Other entries (texts, numbers,
+            arrays of several dimensions) are left out.
         block_size: Tokens of a block.
         batch_size: How many blocks to make, also where fewer are needed, so that all batches have one shape; by
             default as many as are needed.
@@ -57,9 +62,10 @@ def pack_collate(
             are not those that the sampler was given. If a row or labels are not of the length of their "input_ids", a
             sample lacks a row that another one has, or tokens or labels are no integers.
     """
+    samples, begins_block = _flat(samples)
     rows = [_rows(sample, f"sample {number} of the batch") for number, sample in enumerate(samples)]
     sizes = _sizes(rows, block_size, too_long)
-    starts, num_blocks = _lay_out(sizes, block_size)
+    starts, num_blocks = _lay_out(sizes, block_size, begins_block)
     if batch_size is not None:
         if num_blocks > batch_size:
             raise ValueError(
@@ -89,6 +95,19 @@ def pack_collate(
         "cu_seqlens": torch.from_numpy(np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)),
         "max_seqlen": int(segments.max(initial=0)),
     }
+
+
+def _flat(samples: Sequence[Any]) -> tuple[list[Any], set[int]]:
+    """Return the samples that are in blocks, or are given as they are, and which of them begin a block in any case."""
+    flat: list[Any] = []
+    begins: set[int] = set()
+    for each in samples:
+        if isinstance(each, Block):
+            begins.add(len(flat))
+            flat += each
+        else:
+            flat.append(each)
+    return flat, begins
 
 
 def _sizes(rows: list[dict[str, NDArray[Any]]], block_size: int, too_long: str) -> list[int]:
@@ -153,12 +172,12 @@ def _names(rows: list[dict[str, NDArray[Any]]], filled: list[int]) -> set[str]:
     return {*found}
 
 
-def _lay_out(sizes: list[int], block_size: int) -> tuple[list[int], int]:
+def _lay_out(sizes: list[int], block_size: int, begins_block: set[int]) -> tuple[list[int], int]:
     """Return where each sample begins, in all blocks one behind the other, and how many blocks there are."""
     starts = []
     end = 0
-    for size in sizes:
-        if end % block_size + size > block_size:
+    for number, size in enumerate(sizes):
+        if end % block_size + size > block_size or number in begins_block:
             end += -end % block_size
         starts.append(end)
         end += size

@@ -1,0 +1,80 @@
+"""What reads shards for `ShardedStream`: ``read(shard, start)`` gives the samples of a shard from a number on.
+
+Each reads a file from its beginning, or from the row group that has the first sample, and gives nothing before that. A
+line that is bad is given as the error that it costs; a file that is cut short raises.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import io
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from os import PathLike, fspath
+from typing import Any
+
+from asyncloader.errors import ConfigurationError
+
+Path = str | PathLike[str]
+
+
+def text_lines(path: Path, start: int) -> Iterator[str]:
+    """Yield the lines of a text file in UTF-8, without their ends; also of a ``.gz`` or ``.zst`` file.
+
+    Args:
+        path: The file.
+        start: The number of the first line, from 0 on.
+    """
+    with _open(fspath(path)) as file:
+        for line in islice(file, start, None):
+            yield line.decode().rstrip("\r\n")
+
+
+def json_lines(path: Path, start: int) -> Iterator[Any]:
+    """Yield what the lines of a file of JSON lines contain; also of a ``.gz`` or ``.zst`` file.
+
+    Args:
+        path: The file.
+        start: The number of the first line, from 0 on.
+
+    Yields:
+        The value of a line, or the ValueError that it raises.
+    """
+    with _open(fspath(path)) as file:
+        for line in islice(file, start, None):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                yield error
+
+
+def parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file as dictionaries of Python's values. Row groups before it are not read.
+
+    Args:
+        path: The file.
+        start: The number of the first row, from 0 on.
+    """
+    import pyarrow.parquet as parquet
+
+    with parquet.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            count = file.metadata.row_group(group).num_rows
+            if start < count:
+                yield from file.read_row_group(group).slice(start).to_pylist()
+            start = max(0, start - count)
+
+
+def _open(path: str) -> Any:
+    """Open a file to be read as bytes, decompressed."""
+    if path.endswith(".gz"):
+        return gzip.open(path)
+    if not path.endswith(".zst"):
+        return open(path, "rb")
+    for name in ("compression.zstd", "zstandard"):  # the first one came with Python 3.14
+        with suppress(ImportError):
+            return io.BufferedReader(importlib.import_module(name).open(path, "rb"))
+    raise ConfigurationError(f"to read {path}, install zstandard, or use Python 3.14")

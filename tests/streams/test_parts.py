@@ -1,0 +1,204 @@
+"""What each part of a chain does: shares, order, blocks, batches; and which error names what."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import DataLoader
+from asyncloader.errors import ConfigurationError
+from asyncloader.samplers import pack_collate
+from asyncloader.streams import Bucket, Filter, Map, Mix, Pack, ShardedStream, Shuffle, Stream
+
+
+def stream_of(samples: Any, **options: Any) -> ShardedStream[Any]:
+    return ShardedStream([samples], lambda shard, start: shard[start:], **options)
+
+
+def raised(stream: Stream[Any]) -> tuple[list[Any], list[str]]:
+    """Return what a stream gives, and what it raises in between, with its notes."""
+    given, errors, samples = [], [], iter(stream)
+    while True:
+        try:
+            given.append(next(samples))
+        except StopIteration:
+            return given, errors
+        except Exception as error:
+            errors.append(" ".join([str(error), *error.__notes__]))
+
+
+def test_bad_samples_and_shards_are_named_and_passed() -> None:
+    """A shard that raises is left; a bad sample costs itself. Each counts as given, but for the rest of the shard."""
+
+    def read(shard: str, start: int) -> Iterator[Any]:
+        if shard == "gone":
+            raise FileNotFoundError(shard)
+        for number in range(start, 4):
+            if shard == "short" and number == 2:
+                raise EOFError("cut short")
+            yield ValueError("bad line") if number == 1 else (shard, number)
+
+    def half(sample: tuple[str, int]) -> tuple[str, int]:
+        if sample == ("fine", 3):
+            raise StopIteration
+        return sample
+
+    stream = Map(ShardedStream(["fine", "gone", "short"], read, shuffle=False), half)
+    given, errors = raised(stream)
+    assert given == [("fine", 0), ("fine", 2), ("short", 0)]
+    assert [error.split(" Raised ")[1] for error in errors] == [
+        "in place of sample 1 of shard 0, 'fine'.",
+        "for sample 3 of shard 0.",
+        "at sample 0, and the rest is left out, of shard 1, 'gone'.",
+        "in place of sample 1 of shard 2, 'short'.",
+        "at sample 2, and the rest is left out, of shard 2, 'short'.",
+    ]
+    assert stream.state_dict()["parts"]["stream"]["given"] == [[0, 4, 4], [1, -1, 0], [2, -1, 2]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loaders_leave_bad_samples_out(num_workers: int) -> None:
+    """By `on_error`, as of any dataset."""
+    stream = stream_of([0, 1, ValueError("two"), 3, 4])
+    loader = DataLoader(stream, 2, num_workers=num_workers, worker_backend="thread", on_error="skip")
+    assert sorted(sample for batch in loader for sample in batch.tolist()) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("by", [None, len])
+def test_shares_are_exact(by: Any) -> None:
+    """At any moment but for one sample of each; where weights change, from there on."""
+    texts = ["a" * 9, "b", "c" * 3]
+    shares = [0.6, 0.3, 0.1]
+    mix = Mix([stream_of([text] * 3000) for text in texts], [(0, shares), (2000, [0, 1, 1])], by=by)
+    seen = [*islice(mix, 3000)]
+    for count in (10, 100, 1000, 2000):
+        used = [sum((by or (lambda _: 1))(each) for each in seen[:count] if each == text) for text in texts]
+        for own, share, text in zip(used, shares, texts, strict=True):
+            assert abs(own - share * sum(used)) <= 9 + len(text)
+    late = seen[2000:]
+    assert "a" * 9 not in late
+    assert by or abs(late.count("b") - late.count("c" * 3)) <= 1
+
+
+def test_a_stream_that_has_ended_is_left_out_or_ends_the_epoch() -> None:
+    """As `stop` says; one of weight 0 gives nothing."""
+    streams = [stream_of("aaaa"), stream_of("bb"), stream_of("c")]
+    assert "".join(Mix(streams, [1, 1, 0])) == "ababaa"
+    assert "".join(Mix(streams, [1, 1, 0], stop="first")) == "abab" + "a"
+
+
+def test_streams_may_be_added_at_a_resume() -> None:
+    """Those that were there go on; all samples come once."""
+    stream = Mix([stream_of(range(10)), stream_of(range(10, 20))], [1, 1])
+    given = [*islice(stream, 7)]
+    more = Mix([stream_of(range(10)), stream_of(range(10, 20)), stream_of(range(20, 30))], [1, 1, 1])
+    more.load_state_dict(stream.state_dict())
+    rest = [*more]
+    assert sorted(given + rest) == [*range(30)]
+    assert 20 in rest[:3]
+
+
+def test_samples_are_shuffled_near_their_places() -> None:
+    """None is further away than the size; the average is a third of it, as of uniform places."""
+    moved = [number - place for place, number in enumerate(Shuffle(stream_of(range(5000)), 100))]
+    assert max(map(abs, moved)) < 100
+    assert 20 < sum(map(abs, moved)) / len(moved) < 50
+    assert [*Shuffle(stream_of(range(50)), 10, seed=1)] != [*Shuffle(stream_of(range(50)), 10)]
+
+
+def test_blocks_are_full() -> None:
+    """Lengths as of documents: 98.5 % of a block at least; of two budgets 95 % of the tighter one."""
+    draw = random.Random(0)
+    lengths = [min(8192, int(draw.lognormvariate(6, 1.2)) + 1) for _ in range(6000)]
+    blocks = [*Pack(stream_of(lengths), {"tokens": 8192}, lambda length: length)]
+    assert sum(lengths) / (8192 * len(blocks)) > 0.985
+    assert sorted(length for block in blocks for length in block) == sorted(lengths)
+    names = {"tokens": 8192, "images": 16}
+    pairs = [{"tokens": length, "images": min(16, int(draw.expovariate(0.5) + length / 2000))} for length in lengths]
+    blocks = [*Pack(stream_of(pairs), names, lambda pair: pair)]
+    fills = [sum(pair[name] for pair in pairs) / len(blocks) / most for name, most in names.items()]
+    assert max(fills) > 0.95
+    assert all(sum(pair[name] for pair in block) <= most for block in blocks for name, most in names.items())
+
+
+def test_long_samples_are_refused_dropped_or_cut() -> None:
+    """And cut ones lose no token."""
+    words = ["aaaa", "bbbbbbbbbbbb", "c", "dd"]
+    given, errors = raised(Pack(stream_of(words), {"letters": 5}, len))
+    assert given == [["aaaa", "c"], ["dd"]]
+    assert "'letters': 12" in errors[0]
+    assert "sample 1 of shard 0" in errors[0]
+    assert [*Pack(stream_of(words), {"letters": 5}, len, too_long="drop")] == [["aaaa", "c"], ["dd"]]
+    assert [*Pack(stream_of(words), {"letters": 5}, len, too_long="cut")] == [
+        ["aaaa", "c"],
+        ["b" * 5],
+        ["b" * 5],
+        ["bb", "dd"],
+    ]
+    split = [*Pack(stream_of(words), {"letters": 5}, len, split=True)]
+    assert split == [["aaaa", "b"], ["bbbbb"], ["bbbbb"], ["b", "c", "dd"]]
+    rows = [{"input_ids": [1, 2, 3, 4, 5, 6, 7], "mask": [0, 0, 0, 0, 0, 0, 1], "name": "x"}]
+    parts = [*Pack(stream_of(rows), {"tokens": 4}, lambda row: len(row["input_ids"]), too_long="cut")]
+    assert parts == [
+        [{"input_ids": [1, 2, 3, 4], "mask": [0, 0, 0, 0], "name": "x"}],
+        [{"input_ids": [5, 6, 7], "mask": [0, 0, 1], "name": "x"}],
+    ]
+
+
+def test_blocks_are_laid_out_as_they_were_packed() -> None:
+    """A block keeps its samples, also where the next one's first would fit into it."""
+    documents = [[1] * 4, [2] * 3, [3] * 3, [4] * 2]
+    stream = Pack(stream_of(documents), {"tokens": 6}, len, window=2)
+    (batch,) = DataLoader(stream, 3, collate_fn=partial(pack_collate, block_size=6))
+    assert batch["input_ids"].tolist() == [[1, 1, 1, 1, 0, 0], [2, 2, 2, 3, 3, 3], [4, 4, 0, 0, 0, 0]]
+    assert batch["cu_seqlens"].tolist() == [0, 4, 6, 9, 12, 14, 18]
+    assert torch.equal(batch["position_ids"][1], torch.tensor([0, 1, 2, 0, 1, 2]))
+
+
+def test_batches_are_of_like_lengths() -> None:
+    """Under the bound on tokens, padding included; those of bounds have one of them."""
+    draw = random.Random(1)
+    words = ["x" * draw.randrange(1, 100) for _ in range(2000)]
+    batches = [*Bucket(stream_of(words), len, max_tokens=800, window=500)]
+    assert sorted(word for batch in batches for word in batch) == sorted(words)
+    laid_out = [len(batch) * max(map(len, batch)) for batch in batches]
+    assert max(laid_out) <= 800
+    assert sum(map(len, words)) / sum(laid_out) > 0.9
+    bounded = [*Bucket(stream_of(words), len, max_tokens=800, bounds=[25, 50, 100], max_samples=20)]
+    assert max(map(len, bounded)) <= 20
+    assert all(len({(len(word) > 25) + (len(word) > 50) for word in batch}) == 1 for batch in bounded)
+    assert "length 9" in raised(Bucket(stream_of(["x" * 9]), len, max_tokens=8))[1][0]
+
+
+def test_what_cannot_work_is_refused_at_once() -> None:
+    """With what to do."""
+    stream = stream_of("abc")
+    packed = Pack(stream, {"tokens": 3}, len)
+    for make, words in [
+        (lambda: ShardedStream("path", len), "a list"),  # type: ignore[arg-type]
+        (lambda: ShardedStream(["path"], 3), "read should be a function"),  # type: ignore[arg-type]
+        (lambda: Shuffle(range(3), 3), "a part of asyncloader.streams"),  # type: ignore[arg-type]
+        (lambda: Shuffle(stream, 0), "size"),
+        (lambda: Shuffle(packed, 3), "have it within that part"),
+        (lambda: Pack(Filter(packed, bool), {"tokens": 3}, len), "have it within that part"),
+        (lambda: Map(stream, 3), "fn should be a function"),  # type: ignore[arg-type]
+        (lambda: Mix([stream, stream], [1, 1]), "should differ"),
+        (lambda: Mix([], []), "streams should be"),
+        (lambda: Mix([stream], [1, 1]), "1 numbers"),
+        (lambda: Mix([stream], [(5, [1])]), "from sample 0"),
+        (lambda: Mix([stream], [0]), "not all 0"),
+        (lambda: Mix([stream], [1], stop="last"), "stop"),  # type: ignore[arg-type]
+        (lambda: Pack(stream, 8192, len), "budgets"),  # type: ignore[arg-type]
+        (lambda: Pack(stream, {"a": 1, "b": 2}, len, split=True), "one budget"),
+        (lambda: Pack(stream, {"a": 1}, 3), "lengths should be"),  # type: ignore[arg-type]
+        (lambda: Bucket(stream, len, max_tokens=8, bounds=[4, 2]), "ascending"),
+        (lambda: Bucket(stream, 3, max_tokens=8), "length should be"),  # type: ignore[arg-type]
+    ]:
+        with pytest.raises(ConfigurationError, match=words):
+            make()

@@ -1,0 +1,60 @@
+"""Files as shards: lines, JSON lines, Parquet; from any sample on."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.streams import ShardedStream
+from asyncloader.streams.reading import json_lines, parquet_rows, text_lines
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_lines_are_read_from_any_number_on(ending: str, tmp_path: Path) -> None:
+    """A bad line of JSON is an error in its place; compressed files are read as they are."""
+    data = b'{"a": 1}\n[2]\r\n{bad\n"last"'
+    path = tmp_path / f"lines.jsonl{ending}"
+    if ending == ".zst":
+        pytest.importorskip("zstandard", reason="zstandard is not installed")
+        data = importlib.import_module("zstandard").ZstdCompressor().compress(data)
+    path.write_bytes(gzip.compress(data) if ending == ".gz" else data)
+    assert [*text_lines(path, 1)] == ["[2]", "{bad", '"last"']
+    first, second, bad, last = json_lines(str(path), 0)
+    assert (first, second, type(bad), last) == ({"a": 1}, [2], json.JSONDecodeError, "last")
+    assert [*json_lines(path, 3)] == ["last"]
+
+
+def test_a_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
+    """That names the file and the place."""
+    path = tmp_path / "lines.jsonl.gz"
+    path.write_bytes(gzip.compress(b"1\n" * 9000)[:-20])
+    with pytest.raises(EOFError) as caught:
+        [*ShardedStream([path], json_lines)]
+    assert "lines.jsonl.gz" in caught.value.__notes__[0]
+
+
+def test_what_is_missing_for_zstandard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package to install."""
+
+    def nothing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", nothing)
+    with pytest.raises(ConfigurationError, match="install zstandard"):
+        [*text_lines(tmp_path / "a.zst", 0)]
+
+
+def test_rows_of_parquet_are_read_by_the_group(tmp_path: Path) -> None:
+    """From any row on."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = importlib.import_module("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"n": [*range(10)]}), path, row_group_size=4)
+    for start in range(11):
+        assert [row["n"] for row in parquet_rows(path, start)] == [*range(start, 10)]
