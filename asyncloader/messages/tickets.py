@@ -7,6 +7,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from asyncloader.messages.failure import with_notes
@@ -71,17 +72,20 @@ def pack_tickets(tickets: list[PickledTicket], returned: Sequence[int] = ()) -> 
         tickets: The tickets.
         returned: Offsets of slabs that the worker may write to again.
     """
-    sizes = [(ticket, sum(map(len, keys))) for ticket, keys in tickets]
-    parts = [pickle.dumps((returned, sizes), 5), *chain.from_iterable(keys for _, keys in tickets)]
-    return parts if len(parts) > 1 + len(tickets) else [b"".join(parts)]
+    numbers, keys = list(map(itemgetter(0), tickets)), list(map(itemgetter(1), tickets))
+    parts = list(chain.from_iterable(keys))
+    is_small = len(parts) == len(keys)
+    sizes = list(map(len, parts)) if is_small else [sum(map(len, each)) for each in keys]
+    parts.insert(0, pickle.dumps((returned, numbers, sizes), 5))
+    return [b"".join(parts)] if is_small else parts
 
 
 def unpack_tickets(body: Buffer) -> tuple[Sequence[int], list[tuple[int, memoryview]]]:
     """Return the slabs, and the tickets with their pickled keys, of TICKETS."""
-    returned, sizes = pickle.loads(body)  # the rest of the body are the keys, up to its end
+    returned, numbers, sizes = pickle.loads(body)  # the rest of the body are the keys, up to its end
     view, tickets = memoryview(body), []
-    at = len(view) - sum(nbytes for _, nbytes in sizes)
-    for ticket, nbytes in sizes:
+    at = len(view) - sum(sizes)
+    for ticket, nbytes in zip(numbers, sizes, strict=True):
         tickets.append((ticket, view[at : at + nbytes]))
         at += nbytes
     return returned, tickets

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from asyncloader.transport import codec
@@ -40,14 +41,15 @@ class WorkerHeap:
         return Heap(arena, self._first, self._length, idle=idle, sent=sent, share=num_workers, max_bytes=bound)
 
     # ------------------------------------------------------------------------------------------------------- payloads
-    def decode(self, payload: Any) -> tuple[Any, int]:
-        """Return the batch of a payload, and its bytes. Slabs that it names are on lease from here on.
+    @property
+    def decode(self) -> Callable[[Any], tuple[Any, int]]:
+        """What returns the batch of a payload, and its bytes; slabs that it names are on lease from then on.
 
         Raises:
             LookupError: the payload names a slab that this worker does not have.
             Exception: whatever unpickling the batch raises.
         """
-        return codec.decode(payload, self.open)
+        return partial(codec.decode, open_region=self.open)
 
     def open(self, offset: int, capacity: int) -> memoryview:
         """Begin the lease of a region that a payload names."""
