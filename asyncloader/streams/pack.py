@@ -84,6 +84,7 @@ class Pack(Windowed[Block]):
         """Begin to read."""
         super().begin(reading, state)
         self._begun = {} if state is None else {tuple(place): start for *place, start in state["begun"]}
+        self._costs = [np.empty(0, np.int64)] * len(self.budgets)  # of the samples that have been looked at, by budget
 
     def cost_of(self, sample: Any) -> list[int]:
         """Return what a sample takes of each budget."""
@@ -155,9 +156,11 @@ class Pack(Windowed[Block]):
     def _fitting(self) -> list[int]:
         """Return the places of samples that fill a block: of the first one, and of those that fit best."""
         window, room = self._window, [*self._capacity]
-        costs = [np.array([each.cost[b] for each in window]) for b in range(len(room))]
+        new = window[len(self._costs[0]) :]
+        self._costs = [np.append(own, [each.cost[b] for each in new]) for b, own in enumerate(self._costs)]
+        costs = [own.copy() for own in self._costs]
         if self._cuts:
-            costs = [np.minimum(costs[0] - [each.start for each in window], room[0])]
+            costs = [np.minimum([each.cost[0] - each.start for each in window], room[0])]
         places, chosen, best = np.arange(len(window)), [], 0
         while True:
             chosen.append(int(places[best]))
@@ -169,6 +172,7 @@ class Pack(Windowed[Block]):
                 fits &= own <= left
             places, costs = places[fits], [own[fits] for own in costs]  # nothing that is too large now fits later
             if not len(places):
+                self._costs = [np.delete(own, chosen) for own in self._costs]
                 return sorted(chosen)
             scores = [own * (left / most**2) for own, left, most in zip(costs, room, self._capacity, strict=True)]
             best = int(sum(scores[1:], scores[0]).argmax())
