@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.stateful.matrix import wrong
@@ -15,6 +17,12 @@ pytestmark = [
 ]
 
 
+def test_states_of_some_kinds() -> None:
+    """A twelfth of the programs, others in each run."""
+    assert not wrong(random.SystemRandom().sample(EVERYTHING, len(EVERYTHING) // 12))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", sorted({program[0] for program in EVERYTHING}))
 def test_states_of_all_kinds(dataset: str) -> None:
     """Every dataset, sampler, number of workers and moment: what follows is what follows there."""
