@@ -24,10 +24,10 @@ import pytest
 import torch
 import torch.utils.data
 
-from tests import covering, deadlines, effort, small_forks
-from tests.beside import Room
-from tests.leftovers import Holdings
-from tests.nursery import End, Nursery, Program
+from tests.support import covering, deadlines, effort, small_forks
+from tests.support.beside import Room
+from tests.support.leftovers import Holdings
+from tests.support.nursery import End, Nursery, Program
 
 START_METHODS = ("fork", "forkserver", "spawn")
 ALONE = ("alone", "soak", "benchmark", "gpu")

@@ -21,7 +21,7 @@ from asyncloader.messages.snapshot import Pace
 from asyncloader.protocols import SuppliesKeys
 from asyncloader.run.plan import Plan
 from tests.engine.test_run import Driver
-from tests.patience import patiently, wait_until
+from tests.support.patience import patiently, wait_until
 
 END: Any = object()
 

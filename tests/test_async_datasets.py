@@ -29,8 +29,8 @@ from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, Worke
 from asyncloader.backends.threads import worker as local_worker
 from asyncloader.engine.portal import get_portal
 from asyncloader.worker import stream as child_stream
-from tests import inside
-from tests.patience import PATIENCE_S, patiently, patiently_async, until, wait_until
+from tests.support import inside
+from tests.support.patience import PATIENCE_S, patiently, patiently_async, until, wait_until
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
 PLACES = [

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from asyncloader import ConfigurationError, DataLoader, LoaderStats
 from asyncloader.machine import usable_cores
 from asyncloader.options import AutoWorkers
-from tests import inside
+from tests.support import inside
 from tests.test_num_workers import Stream
 
 pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]

@@ -34,7 +34,7 @@ from asyncloader.samplers import (
     MixtureSampler,
     WeightedSampler,
 )
-from tests.sameness import same
+from tests.support.sameness import same
 
 LENGTH = 103
 

@@ -22,7 +22,7 @@ from asyncloader import DataLoader, sample_seed
 from asyncloader.errors import LoaderClosedError
 from asyncloader.seeding import generators, turns
 from asyncloader.seeding.generators import GLOBAL, state_of
-from tests import inside
+from tests.support import inside
 
 LENGTH = 12
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import cover
+from tests.support.covering import cover
 
 SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=4)
 

@@ -70,7 +70,7 @@ def test_tests_that_hang_are_named(tmp_path: Path) -> None:
     """They fail or end their process; the tests after them are run, and pytest-xdist waits for nobody who is gone."""
     (tmp_path / "test_hanging.py").write_text(HANGING)
     command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p"]
-    command += ["tests.deadlines", "-n", "1", "-rA", tmp_path]
+    command += ["tests.support.deadlines", "-n", "1", "-rA", tmp_path]
     wide = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
     done = subprocess.run(command, cwd=tmp_path, env=wide, capture_output=True, text=True, timeout=150, check=False)
     said = re.findall(r"^([A-Z]+) test_hanging.py::(\w+)(?: - (\w+))?", done.stdout, re.MULTILINE)

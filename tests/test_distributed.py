@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.nursery import Nursery
-from tests.ranks import fork_ranks, run_ranks
+from tests.support.nursery import Nursery
+from tests.support.ranks import fork_ranks, run_ranks
 
-PROGRAM = Path(__file__).with_name("ddp_ranks.py")
-ELASTIC = Path(__file__).with_name("elastic_ranks.py")
-MESH = Path(__file__).with_name("mesh_ranks.py")
+PROGRAM = Path(__file__).parent / "support" / "ddp_ranks.py"
+ELASTIC = Path(__file__).parent / "support" / "elastic_ranks.py"
+MESH = Path(__file__).parent / "support" / "mesh_ranks.py"
 
 
 @pytest.mark.parametrize("averaged", ["by hand", pytest.param("by DistributedDataParallel", marks=pytest.mark.slow)])

@@ -15,7 +15,7 @@ import torch
 
 from asyncloader.loader import OPTIONS
 from tests.conformance.__main__ import PAGE, page
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 pytestmark = pytest.mark.docs
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 WORKERS: dict[str, dict[str, Any]] = {
     "none": {},

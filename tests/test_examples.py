@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_python
 from tests.services.postgres import PLACES
 from tests.services.process import program
+from tests.support.programs import run_python
 
 pytestmark = pytest.mark.docs
 

@@ -14,7 +14,7 @@ import asyncloader.online
 import asyncloader.samplers
 import asyncloader.typing
 import asyncloader.wrap
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 
 def test_public_names() -> None:

@@ -44,7 +44,7 @@ from asyncloader.samplers import (
     PackingBatchSampler,
     WeightedSampler,
 )
-from tests import inside
+from tests.support import inside
 
 pytestmark = pytest.mark.on_threads
 

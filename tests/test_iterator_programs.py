@@ -19,8 +19,8 @@ from torch.utils.data import DistributedSampler
 from asyncloader import DataLoader
 from asyncloader.errors import LoaderClosedError
 from asyncloader.wrap import LoaderWrapper
-from tests import effort
-from tests.patience import wait_until
+from tests.support import effort
+from tests.support.patience import wait_until
 from tests.wrap.ahead import Ahead
 
 SAMPLES, SIZE = 22, 4

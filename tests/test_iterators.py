@@ -25,8 +25,8 @@ from asyncloader.engine.portal import get_portal
 from asyncloader.errors import LoaderClosedError
 from asyncloader.run import base_iterator
 from asyncloader.run.worker_iterator import WorkerIterator
-from tests import inside
-from tests.patience import until, wait_until
+from tests.support import inside
+from tests.support.patience import until, wait_until
 
 pytestmark = pytest.mark.on_threads
 

@@ -21,7 +21,7 @@ import torch
 from asyncloader import DataLoader
 from asyncloader.datasets import ParallelMap
 from asyncloader.transport.slab import slab_pool
-from tests import inside
+from tests.support import inside
 
 COUNT = 40
 KIB = 1 << 10

@@ -16,8 +16,8 @@ from torch.utils.data import ConcatDataset, IterableDataset, get_worker_info
 
 from asyncloader import DataLoader, sample_rng
 from asyncloader.engine.portal import get_portal
-from tests import inside
-from tests.patience import wait_until
+from tests.support import inside
+from tests.support.patience import wait_until
 from tests.test_epochs import Hidden, Shown
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

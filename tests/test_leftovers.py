@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 
-from tests.leftovers import Holdings
+from tests.support.leftovers import Holdings
 
 
 class Holder(threading.Thread):

@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import ConfigurationError, DataLoader
-from tests import inside
-from tests.patience import wait_until
+from tests.support import inside
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

@@ -20,7 +20,7 @@ from asyncloader import AsyncLoaderError, ConfigurationError, DataLoader
 from asyncloader.loader import OPTIONS
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.options import _KEPT_BY_WORKERS, ASKED, Options
-from tests import inside
+from tests.support import inside
 
 OURS = list(OPTIONS)
 OF_TORCH_ALONE = {"self", "shuffle", "pin_memory", "pin_memory_device"}

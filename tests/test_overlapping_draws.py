@@ -30,7 +30,7 @@ from asyncloader.seeding import turns as blocks
 from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, steps
-from tests import effort
+from tests.support import effort
 
 LENGTH = 60
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_python
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow

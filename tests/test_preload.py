@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 PROGRAM = """
     import gc, multiprocessing, sys

@@ -23,8 +23,8 @@ from asyncloader.errors import WorkerStartError
 from asyncloader.observe import private
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.private import private_bytes
-from tests import inside
-from tests.patience import wait_until
+from tests.support import inside
+from tests.support.patience import wait_until
 from tests.test_num_workers import LENGTH, Awaited, Counting, Drawing, Gate, Gated, Stream, bits, expected
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -29,7 +29,7 @@ from asyncloader import DataLoader, StateMismatchError, sample_rng
 from asyncloader.errors import LoaderClosedError
 from asyncloader.samplers import ElasticSampler
 from asyncloader.testing import assert_resumable, assert_resumable_async
-from tests.leftovers import descendants
+from tests.support.leftovers import descendants
 
 LENGTH = 14
 

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from asyncloader import DataLoader
 from asyncloader.samplers import ElasticSampler
-from tests import generators
+from tests.support import generators
 
 pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 

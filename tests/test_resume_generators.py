@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler
 
 from asyncloader import DataLoader
-from tests import effort, generators
+from tests.support import effort, generators
 
 LENGTH = 18
 BATCH = 4

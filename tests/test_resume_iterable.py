@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader import DataLoader, StateMismatchError, sample_rng
 from asyncloader.testing import assert_resumable, assert_resumable_async
-from tests import effort
+from tests.support import effort
 
 LENGTH = 23
 

@@ -21,7 +21,7 @@ from asyncloader.samplers import (
     MixtureSampler,
     PackingBatchSampler,
 )
-from tests import generators
+from tests.support import generators
 
 pytestmark = pytest.mark.on_threads
 

@@ -23,7 +23,7 @@ from asyncloader import DataLoader, sample_rng
 from asyncloader.engine.progress import Progress
 from asyncloader.samplers import ElasticSampler
 from asyncloader.testing import assert_resumable, assert_resumable_async
-from tests import inside
+from tests.support import inside
 
 LENGTH = 20
 

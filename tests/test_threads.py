@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from asyncloader import BatchTimeoutError, DataLoader, sample_rng, threads
-from tests.patience import patiently
+from tests.support.patience import patiently
 
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}
 PLACES = [

@@ -21,14 +21,14 @@ from asyncloader.cli.bench import candidates, choose
 from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
 from asyncloader.online import Feed
-from tests.nursery import Program
+from tests.support.nursery import Program
 from tests.test_num_workers import Stream
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = f"{ROOT / 'examples' / 'digits.py'}:make_loader"
 MODULE = """
 from torch.utils.data import DataLoader
-from tests.loads import Load
+from tests.support.loads import Load
 
 def make():
     return DataLoader(Load(100_000, 0.001), batch_size=4, num_workers=1), len

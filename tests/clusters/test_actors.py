@@ -20,7 +20,7 @@ from asyncloader.datasets import CachedDataset, SharedDict, SharedList
 from asyncloader.errors import WorkerStartError
 from asyncloader.ray import RayWorkers, pool
 from tests.clusters import datasets
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_with_ray.py"
 MANY = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import effort
 from tests.conformance.comparison import RECORDING, SUBJECTS, Subject
+from tests.support import effort
 
 # Name of a file or of a test to the reason: what ours does not do yet, which then runs on torch's class only.
 NOT_BUILT_YET: dict[str, str] = {}

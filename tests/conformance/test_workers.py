@@ -36,7 +36,7 @@ from tests.conformance.datasets import (
     as_list,
     draw_some,
 )
-from tests.leftovers import Holdings
+from tests.support.leftovers import Holdings
 
 pytestmark = pytest.mark.processes
 

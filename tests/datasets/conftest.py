@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from asyncloader.datasets import RemoteDataset, apart
-from tests.nursery import Nursery
 from tests.services.fault_server import FaultServer
 from tests.services.postgres import PostgreSQL
 from tests.services.s3 import s3_server
+from tests.support.nursery import Nursery
 
 OBJECTS = {f"number/{number}": f"object {number} ".encode() * (1 + number % 50) for number in range(200)}
 SERVICES = {"s3", "database"}  # fixtures that need a server which pip does not install with the `dev` extra

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from asyncloader import ConfigurationError, DataLoader, sample_rng, sample_seed
 from asyncloader.datasets import CachedDataset, FileDataset, sample_store
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 COUNT = 40
 WHERES = ["ram", "disk"]

@@ -25,8 +25,8 @@ from torch.utils.data import IterableDataset
 from asyncloader import ConfigurationError, DataLoader, StateMismatchError, threads
 from asyncloader.datasets import ParallelMap
 from asyncloader.datasets.stream_keys import Items, StreamKeys, size_of
-from tests import inside
-from tests.patience import wait_until
+from tests.support import inside
+from tests.support.patience import wait_until
 
 COUNT = 23
 

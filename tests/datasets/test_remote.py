@@ -22,10 +22,10 @@ from asyncloader.datasets import FetchError, RemoteDataset, list_urls
 from asyncloader.datasets.apart import run_apart
 from asyncloader.datasets.source import Part, read_local, version_of
 from tests.datasets.conftest import OBJECTS
-from tests.leftovers import Holdings
-from tests.nursery import Program
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS
+from tests.support.leftovers import Holdings
+from tests.support.nursery import Program
 
 pytestmark = pytest.mark.usefixtures("threads_of_obstore")
 

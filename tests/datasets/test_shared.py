@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from asyncloader import ConfigurationError
 from asyncloader.datasets import CachedDataset, SharedDict, SharedList
 from asyncloader.datasets.memory_file import by_value
-from tests import inside
-from tests.effort import examples
-from tests.nursery import Program
+from tests.support import inside
+from tests.support.effort import examples
+from tests.support.nursery import Program
 
 ROWS = [{"path": f"{number:05}.jpg", "label": number % 7, "box": [number, 0.5, 2.0]} for number in range(3000)]
 

@@ -22,10 +22,10 @@ from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, TarShards, tar_shards
 from asyncloader.datasets.kept_blocks import KeptBlocks
 from asyncloader.samplers import BlockShuffleSampler, ElasticSampler
-from tests import inside
 from tests.datasets.tars import IDS, SHARDS, tar_bytes, text
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
+from tests.support import inside
 
 pytestmark = pytest.mark.on_threads
 

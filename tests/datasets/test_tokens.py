@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, TokenBlocks
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 pytestmark = pytest.mark.on_threads
 

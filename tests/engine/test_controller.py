@@ -14,8 +14,8 @@ from asyncloader.observe.figures import Workers, WorkerStats
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.timing import Timing
-from tests import deciders
-from tests.effort import examples
+from tests.support import deciders
+from tests.support.effort import examples
 
 STEP_S = 0.02
 _NOTHING = Meter(0, 2, 4).stats()

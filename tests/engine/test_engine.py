@@ -24,8 +24,8 @@ from asyncloader.messages.tickets import pickle_tickets
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests import deciders, inside
-from tests.patience import until
+from tests.support import deciders, inside
+from tests.support.patience import until
 
 
 class Pool:

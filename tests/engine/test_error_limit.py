@@ -11,7 +11,7 @@ from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Progress
 from asyncloader.messages.failure import BadSample, RemoteError
 from asyncloader.observe.faults import Faults
-from tests import inside
+from tests.support import inside
 
 
 def bad(*keys: int) -> list[BadSample]:

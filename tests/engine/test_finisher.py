@@ -14,9 +14,9 @@ from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests import inside
-from tests.patience import wait_until
-from tests.pins import pins
+from tests.support import inside
+from tests.support.patience import wait_until
+from tests.support.pins import pins
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from asyncloader.engine.handoff import Handoff
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 SOON_S = 10.0
 

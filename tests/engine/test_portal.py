@@ -19,7 +19,7 @@ import uvloop
 from asyncloader.engine.portal import Portal, get_portal
 from asyncloader.errors import LoaderClosedError
 from asyncloader.worker import loops
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 pytestmark = pytest.mark.interpreter
 

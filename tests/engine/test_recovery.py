@@ -17,7 +17,7 @@ from asyncloader.engine.recovery import Overdue, Recovery
 from asyncloader.errors import BatchTimeoutError, WorkerDiedError, WorkerStartError
 from asyncloader.messages.snapshot import Frozen, WorkerStart
 from asyncloader.options import Options
-from tests import deciders, inside
+from tests.support import deciders, inside
 
 
 class Stream(IterableDataset[int]):

@@ -24,8 +24,8 @@ from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.outcome import Outcome
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
-from tests import deciders, inside
-from tests.patience import wait_until
+from tests.support import deciders, inside
+from tests.support.patience import wait_until
 
 WORKERS, FACTOR = 2, 2
 WINDOW = WORKERS * FACTOR

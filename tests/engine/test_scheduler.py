@@ -18,7 +18,7 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
 from asyncloader.messages.outcome import NO_RECORD
 from asyncloader.messages.snapshot import WorkerStart
-from tests import deciders
+from tests.support import deciders
 
 MOST_WORKERS = 6
 BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in batches

@@ -13,8 +13,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import BatchTimeoutError, DataLoader
-from tests import inside
-from tests.patience import patiently, until
+from tests.support import inside
+from tests.support.patience import patiently, until
 
 pytestmark = pytest.mark.usefixtures("patient_stacks")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncloader.engine.roster import Roster
 from asyncloader.engine.workforce import Workforce
-from tests import deciders
+from tests.support import deciders
 
 
 @dataclass

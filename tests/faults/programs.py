@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.nursery import Program
-from tests.patience import TRIES
+from tests.support.nursery import Program
+from tests.support.patience import TRIES
 
 NUMBERS = """
 import asyncio, atexit, ctypes, os, signal, subprocess, sys, threading, time

@@ -24,9 +24,9 @@ from torch.utils.data import Dataset, IterableDataset
 from asyncloader import DataLoader, WorkerDiedError
 from asyncloader.errors import WorkerStartError
 from asyncloader.worker import bootstrap
-from tests import inside
 from tests.faults.datasets import DEATHS, Augmented, Deadly, deaths, plain
-from tests.programs import run_python
+from tests.support import inside
+from tests.support.programs import run_python
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.programs import NUMBERS
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 Run = Callable[..., Program]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.programs import FACES, HUNG, NUMBERS, assert_within, end_alone, seconds_after
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 Run = Callable[..., Program]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.programs import FACES, NUMBERS
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 pytestmark = pytest.mark.interpreter
 

@@ -21,7 +21,7 @@ from asyncloader.engine.hang_report import Seen, describe, explain
 from asyncloader.errors import LoaderClosedError
 from asyncloader.observe.activity import Activity, threads_at
 from asyncloader.online import Feed
-from tests.patience import until, wait_until
+from tests.support.patience import until, wait_until
 from tests.test_arriving_keys import Fed
 
 pytestmark = pytest.mark.usefixtures("patient_stacks")

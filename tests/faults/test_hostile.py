@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.programs import FACES, NUMBERS, QUICK_FACES
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 Run = Callable[..., Program]
 

@@ -37,9 +37,9 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.errors import InternalError
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.typing import AsyncDataset
-from tests import inside
-from tests.leftovers import Holdings
-from tests.pins import pins
+from tests.support import inside
+from tests.support.leftovers import Holdings
+from tests.support.pins import pins
 
 PACKAGE = str(Path(asyncloader.__file__).parent)
 PATIENCE_S = 20.0  # on a busy machine; what hangs hangs for ever

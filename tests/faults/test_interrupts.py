@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.programs import HUNG, NUMBERS, assert_within, end_alone, seconds_after
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 pytestmark = pytest.mark.interpreter
 

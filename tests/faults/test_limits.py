@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
 from tests.faults.programs import FACES, NUMBERS, QUICK_FACES
-from tests.leftovers import descendants
-from tests.nursery import Program
+from tests.support.leftovers import descendants
+from tests.support.nursery import Program
 
 Run = Callable[..., Program]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.programs import HUNG, NUMBERS
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 MAIN = """
 if __name__ == "__main__":

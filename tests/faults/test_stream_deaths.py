@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError
 from asyncloader.testing import assert_resumable
-from tests import effort, inside
 from tests.faults.test_deaths import DEATHS
-from tests.patience import wait_until
+from tests.support import effort, inside
+from tests.support.patience import wait_until
 
 LENGTH = 60
 PATIENCE_S = 20.0

@@ -15,7 +15,6 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader.worker.serial_loop import TicketLoop
-from tests import inside
 from tests.faults.test_deaths import DEATHS
 from tests.faults.test_stream_deaths import (
     Declared,
@@ -31,6 +30,7 @@ from tests.faults.test_stream_deaths import (
     undisturbed,
     wait_until,
 )
+from tests.support import inside
 
 __all__ = ["folder"]  # a fixture
 

@@ -15,7 +15,7 @@ from torch import nn
 from asyncloader import DataLoader
 from asyncloader.accelerate import use_asyncloader
 from tests.frameworks.witness import Line, Stream, assert_made_by_us, indices
-from tests.ranks import tell
+from tests.support.ranks import tell
 
 use_asyncloader()
 

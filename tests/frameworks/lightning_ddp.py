@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from asyncloader import DataLoader
 from tests.frameworks.lightning_model import LineModel
 from tests.frameworks.witness import Line, assert_made_by_us, indices
-from tests.ranks import tell
+from tests.support.ranks import tell
 
 LENGTH = 40
 

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 import asyncloader
 from asyncloader import DataLoader
 from asyncloader.run.data_rank import data_rank
-from tests import inside
-from tests.ranks import tell
+from tests.support import inside
+from tests.support.ranks import tell
 
 
 class Noisy(Dataset[Tensor]):

@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 from asyncloader import DataLoader
 from asyncloader.samplers import ElasticSampler
 from tests.frameworks.witness import Line, Stream, assert_made_by_torch, assert_made_by_us, indices
-from tests.ranks import tell
+from tests.support.ranks import tell
 
 LENGTH = 40
 KEPT = {"add_dist_sampler": False}

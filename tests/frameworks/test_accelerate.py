@@ -28,7 +28,7 @@ from tests.frameworks.witness import (
     assert_made_by_us,
     indices,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 PROGRAM = Path(__file__).with_name("accelerate_ranks.py")
 

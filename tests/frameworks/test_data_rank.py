@@ -27,9 +27,9 @@ from transformers.trainer_pt_utils import IterableDatasetShard as ShardOfTransfo
 
 from asyncloader import DataLoader
 from asyncloader.run.data_rank import data_rank
-from tests import inside
 from tests.frameworks.witness import Stream
-from tests.ranks import run_launcher, run_ranks
+from tests.support import inside
+from tests.support.ranks import run_launcher, run_ranks
 
 PROGRAM = Path(__file__).with_name("mesh_ranks.py")
 DATA: Any = range(24)

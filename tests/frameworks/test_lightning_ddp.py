@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_launcher
+from tests.support.ranks import run_launcher
 
 PROGRAM = Path(__file__).with_name("lightning_ddp.py")
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.ranks import run_launcher
+from tests.support.ranks import run_launcher
 
 PROGRAM = Path(__file__).with_name("ray_ranks.py")
 GONE_S = 10.0

@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 
 from asyncloader import DataLoader
 from asyncloader.messages.pickled_spec import _pickle
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 
 class Held:

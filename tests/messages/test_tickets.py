@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncloader.messages.tickets import pack_tickets, pickle_keys, pickle_tickets, unpack_tickets
-from tests.sameness import same
+from tests.support.sameness import same
 
 LARGE = 1 << 17
 

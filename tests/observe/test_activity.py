@@ -14,7 +14,7 @@ import pytest
 
 from asyncloader.observe import activity as module
 from asyncloader.observe.activity import Activity, activity, threaded_libraries, threads_at
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 SELF = Path("/proc/self")
 

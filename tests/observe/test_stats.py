@@ -19,7 +19,7 @@ import tqdm.asyncio
 
 from asyncloader import DataLoader, LoaderStats
 from asyncloader.observe.timing import Timing, show_bytes
-from tests.loads import Load
+from tests.support.loads import Load
 
 pytestmark = pytest.mark.on_threads
 

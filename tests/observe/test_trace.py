@@ -21,11 +21,11 @@ from asyncloader.engine.finisher import Finisher
 from asyncloader.observe.trace import shared_trace
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests import inside
-from tests.forks import forked
-from tests.loads import Load
-from tests.nursery import Program
-from tests.pins import pins
+from tests.support import inside
+from tests.support.forks import forked
+from tests.support.loads import Load
+from tests.support.nursery import Program
+from tests.support.pins import pins
 
 
 def read(path: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
@@ -175,7 +175,7 @@ FULL = """
 import json, logging, resource, signal, sys
 from pathlib import Path
 from asyncloader import DataLoader
-from tests.loads import Load
+from tests.support.loads import Load
 logging.basicConfig()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # the kernel then refuses as a full disk does

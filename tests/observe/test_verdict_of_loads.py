@@ -28,10 +28,10 @@ from asyncloader.observe.stats import LoaderStats
 from asyncloader.online import Feed
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests import inside
-from tests.loads import Load, SlowCollate, as_they_are
-from tests.patience import TRIES
-from tests.pins import pins
+from tests.support import inside
+from tests.support.loads import Load, SlowCollate, as_they_are
+from tests.support.patience import TRIES
+from tests.support.pins import pins
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # workers that sleep need no cores

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import effort
-from tests.nursery import Program
 from tests.online.chaos import ITEMS, check
+from tests.support import effort
+from tests.support.nursery import Program
 
 
 @pytest.mark.timeout(120)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 PROGRAM = """
     import multiprocessing

@@ -24,7 +24,7 @@ from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, State
 from asyncloader.errors import LoaderClosedError
 from asyncloader.online import Feed, FeedClosedError, FeedFullError, LeaseLostError, Sample, ledger
 from asyncloader.seeding.hashing import mix
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 WORKERS = [
     pytest.param({}, id="none"),

@@ -25,8 +25,8 @@ import torch
 from asyncloader import DataLoader
 from asyncloader.online import Feed, FeedClosedError, FeedHandle, LeaseLostError
 from asyncloader.online.wire import parts_of
-from tests.nursery import Program
-from tests.patience import wait_until
+from tests.support.nursery import Program
+from tests.support.patience import wait_until
 
 # Each that starts a process anew pickles the handle; the fork server has imported torch.
 CONTEXTS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]

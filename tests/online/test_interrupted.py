@@ -16,7 +16,7 @@ import pytest
 from asyncloader import DataLoader
 from asyncloader.online import Feed
 from tests.faults.test_interrupts_everywhere import NEVER, RealCtrlC
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 pytestmark = [
     pytest.mark.usefixtures("sigint_raises"),

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncloader.online.errors import LeaseLostError
 from asyncloader.online.ledger import Ledger, Rules, Unit
-from tests import effort
+from tests.support import effort
 
 
 def check(ledger: Ledger) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.online import Feed, FeedClosedError
 from tests.online.test_feed import WORKERS, fill, produce
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 
 class Numbers:

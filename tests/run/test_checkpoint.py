@@ -23,8 +23,8 @@ from asyncloader.run.rng_snapshot import OrderDraw
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers import ElasticSampler, PackingBatchSampler
 from asyncloader.seeding.sample_context import EpochKey
-from tests import inside
 from tests.run.giving import give
+from tests.support import inside
 
 WITH_WORKERS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, ChainDataset, DistributedSampler, Ite
 from asyncloader import ConfigurationError, DataLoader, StateMismatchError, sample_rng
 from asyncloader.run.data_rank import data_rank
 from asyncloader.samplers import ElasticSampler, LengthBatchSampler, MixtureSampler
-from tests import inside
+from tests.support import inside
 
 DATA: Any = range(24)
 THIRD: Any = {"num_replicas": 4, "rank": 2}

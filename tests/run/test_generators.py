@@ -37,8 +37,8 @@ from asyncloader.samplers import (
     MixtureSampler,
     WeightedSampler,
 )
-from tests import effort, generators, inside
 from tests.run.giving import give
+from tests.support import effort, generators, inside
 
 LENGTH = 11
 BATCH = 3

@@ -14,8 +14,8 @@ from asyncloader.run.checkpoint import initial_state
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
-from tests import inside
 from tests.run.giving import give
+from tests.support import inside
 
 
 def started(settings: Options, state: LoaderState | None = None, runs: Runs | None = None) -> RunStart:

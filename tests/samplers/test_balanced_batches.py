@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import BalancedBatchSampler, MixtureSampler, PackingBatchSampler
 from asyncloader.samplers.balance import alike_in_a_row, balanced, dearest_first
-from tests import effort
+from tests.support import effort
 
 Numbers = np.ndarray[Any, Any]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import BlockShuffleSampler
-from tests import effort
 from tests.samplers.legs import draw
+from tests.support import effort
 
 
 def blocks_of(indices: Any, sizes: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import ElasticSampler
-from tests import effort
+from tests.support import effort
 
 
 @given(length=st.integers(1, 70), ranks=st.integers(1, 9), shuffle=st.booleans(), drop_last=st.booleans())

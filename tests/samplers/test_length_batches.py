@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError
 from asyncloader.samplers import LengthBatchSampler
-from tests import effort
+from tests.support import effort
 
 
 @settings(deadline=None, max_examples=effort.examples(90))

@@ -19,8 +19,8 @@ from torch.utils.data import ConcatDataset, DataLoader, SequentialSampler, Tenso
 
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import BlockShuffleSampler, ElasticSampler, MixtureSampler
-from tests import effort
 from tests.samplers.legs import draw
+from tests.support import effort
 
 WEIGHTS = st.lists(st.floats(0.001, 10) | st.just(0.0), min_size=1, max_size=6).filter(any)
 

@@ -18,7 +18,7 @@ import asyncloader
 from asyncloader import ConfigurationError
 from asyncloader.samplers import PackingBatchSampler, pack_collate, packed
 from asyncloader.samplers.best_fit import best_fit
-from tests import effort
+from tests.support import effort
 
 Tokens = list[torch.Tensor]
 

@@ -14,8 +14,8 @@ from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import WeightedSampler, weighted
 from asyncloader.samplers.sums import SumTree
 from asyncloader.seeding.hashing import mix
-from tests import effort
 from tests.samplers.legs import draw
+from tests.support import effort
 
 
 def test_samples_come_by_their_weights() -> None:

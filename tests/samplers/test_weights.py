@@ -23,7 +23,7 @@ from asyncloader.samplers.ordered import bare_state, newest_run, whole_state
 from asyncloader.samplers.sums import SumTree
 from asyncloader.samplers.weighted import _uniform
 from asyncloader.seeding.hashing import mix
-from tests import effort
+from tests.support import effort
 
 COUNT, SAMPLES = 13, 150
 INITIAL = [1.0, 0.0, 2.0, 5.0, 0.5, 3.0, 1.0, 0.0, 4.0, 1.0, 1.0, 2.0, 7.0]

@@ -26,8 +26,8 @@ from asyncloader.samplers import (
     PackingBatchSampler,
     WeightedSampler,
 )
-from tests import effort
 from tests.samplers.legs import draw, flat
+from tests.support import effort
 
 Lengths = np.ndarray[Any, Any]
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, sample_rng
-from tests import effort
+from tests.support import effort
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

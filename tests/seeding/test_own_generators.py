@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from asyncloader import DataLoader, sample_seed
 from asyncloader.seeding.own_generators import generators_of
 from asyncloader.testing import assert_reproducible
-from tests import effort
+from tests.support import effort
 
 COUNT = 24
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as some
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from asyncloader import DataLoader
-from tests import effort
 from tests.seeding.test_own_generators import KINDS, draw
+from tests.support import effort
 
 COUNT = 11
 

@@ -23,9 +23,9 @@ from asyncloader.seeding import turns
 from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, SampleContext, current
 from asyncloader.seeding.seeder import Seeder
-from tests import inside
 from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
-from tests.forks import forked
+from tests.support import inside
+from tests.support.forks import forked
 
 KEY = (7, 1, 0)
 SEEDER = Seeder(KEY)

@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from asyncloader import DataLoader
 from asyncloader.testing import assert_reproducible, assert_resumable, fingerprint
 from asyncloader.testing.comparison import difference
-from tests.sameness import same
+from tests.support.sameness import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(prototype|beta|set_vital|invariant|Sparse).*:UserWarning")
 NAN = float("nan")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from asyncloader.transport import arena
 from asyncloader.transport.arena import PAGE, Arena, Extents
-from tests import inside
-from tests.nursery import Program
+from tests.support import inside
+from tests.support.nursery import Program
 
 pytestmark = pytest.mark.interpreter
 

@@ -30,7 +30,7 @@ from asyncloader.transport.codec import Encoder, decode
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import INLINE_MAX
 from asyncloader.transport.worker_heap import heap_for_a_worker
-from tests.effort import examples
+from tests.support.effort import examples
 from tests.transport.wire import make_pool, worker
 
 LARGE = 2 * INLINE_MAX

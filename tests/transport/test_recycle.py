@@ -14,8 +14,8 @@ from torch.utils.data import default_collate
 
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
-from tests import inside
-from tests.forks import forked
+from tests.support import inside
+from tests.support.forks import forked
 
 SHAPE = (64, 64, 80)  # 4 samples are 5 MiB
 

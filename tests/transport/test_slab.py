@@ -34,10 +34,10 @@ from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import Array
 from asyncloader.transport.worker_heap import heap_for_a_worker
 from asyncloader.worker import transport as worker_transport
-from tests import inside
-from tests.effort import examples
-from tests.forks import forked
-from tests.patience import wait_until
+from tests.support import inside
+from tests.support.effort import examples
+from tests.support.forks import forked
+from tests.support.patience import wait_until
 from tests.transport.wire import Worker, make_pool, receive, worker
 
 FLOATS = 1 << 18  # 1 MiB

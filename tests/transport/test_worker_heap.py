@@ -8,7 +8,7 @@ from asyncloader.transport import arena
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_heap import heap_for_a_worker
-from tests import inside
+from tests.support import inside
 from tests.transport.wire import make_pool
 
 

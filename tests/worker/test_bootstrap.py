@@ -15,7 +15,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is about glibc's malloc")
 

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader
 from asyncloader.worker.inherited import OpenFile, files_to_reopen, reopen
-from tests import effort
+from tests.support import effort
 
 ROW = 1 << 14  # more than a buffer has
 ROWS = 32

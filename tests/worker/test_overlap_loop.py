@@ -17,7 +17,7 @@ from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
 from asyncloader.worker.serial_loop import SerialLoop
 from asyncloader.worker.transport import ParentGone
-from tests.patience import until
+from tests.support.patience import until
 
 EPOCHS = [EpochSpec(number, (1, number, 0)) for number in (0, 1, 2)]
 END = (Kind.END, None)

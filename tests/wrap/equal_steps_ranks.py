@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader import AsyncLoaderError, DataLoader
 from asyncloader.wrap import equal_steps
-from tests.ranks import tell
+from tests.support.ranks import tell
 
 
 class Uneven(IterableDataset[int]):

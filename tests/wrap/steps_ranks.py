@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from asyncloader import DataLoader, to_device
 from asyncloader.wrap import equal_steps
-from tests.ranks import tell
+from tests.support.ranks import tell
 from tests.wrap.equal_steps_ranks import Uneven, in_step
 from tests.wrap.simulated import SimulatedDevice
 

@@ -19,8 +19,8 @@ from asyncloader.wrap import equal_steps
 from asyncloader.wrap.rank_group import RankGroup
 from asyncloader.wrap.step_iterator import EqualStepsIterator, steps_of
 from asyncloader.wrap.wrapper import IteratorWrapper
-from tests.nursery import Nursery
-from tests.ranks import fork_ranks
+from tests.support.nursery import Nursery
+from tests.support.ranks import fork_ranks
 
 PROGRAM = Path(__file__).with_name("equal_steps_ranks.py")
 LENGTHS = (21, 34, 22, 40)

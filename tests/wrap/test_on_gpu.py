@@ -13,7 +13,7 @@ import torch
 
 from asyncloader import DataLoader, to_device
 from asyncloader.wrap.device import StreamDevice, find
-from tests.forks import forked
+from tests.support.forks import forked
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.nursery import Nursery
-from tests.ranks import fork_ranks
+from tests.support.nursery import Nursery
+from tests.support.ranks import fork_ranks
 
 PROGRAM = Path(__file__).with_name("steps_ranks.py")
 WHOLE = ([[0, 1], [2, 3], [4, 5], [6, 7], [8]], [[number, number + 1] for number in range(1000, 1014, 2)])

@@ -17,9 +17,9 @@ import torch
 
 from asyncloader import ConfigurationError, DataLoader, to_device
 from asyncloader.errors import LoaderClosedError
-from tests import inside
-from tests.forks import forked
-from tests.patience import wait_until
+from tests.support import inside
+from tests.support.forks import forked
+from tests.support.patience import wait_until
 from tests.wrap.simulated import SimulatedDevice
 
 COUNT = 24

@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from asyncloader import DataLoader, to_device
 from asyncloader.errors import LoaderClosedError
 from asyncloader.wrap import IteratorWrapper, LoaderWrapper
-from tests.forks import forked
+from tests.support.forks import forked
 from tests.wrap.ahead import Ahead, taken_ahead
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncloader.backends.processes import fresh
-from tests.nursery import Program
+from tests.support.nursery import Program
 
 Run = Callable[..., Program]
 

@@ -24,7 +24,7 @@ from asyncloader.backends.processes import pool, process
 from asyncloader.backends.worker import WorkerState
 from asyncloader.engine.portal import get_portal
 from asyncloader.errors import LoaderClosedError
-from tests import inside
+from tests.support import inside
 
 
 class Squares(Dataset[int]):

@@ -14,7 +14,7 @@ from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests.patience import until
+from tests.support.patience import until
 
 EPOCHS = [EpochSpec(number, (1, number, 0)) for number in (0, 1, 2)]
 

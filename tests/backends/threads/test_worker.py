@@ -13,8 +13,8 @@ from asyncloader import DataLoader
 from asyncloader.backends.threads import worker as local_worker
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests import inside
-from tests.patience import PATIENCE_S, until
+from tests.support import inside
+from tests.support.patience import PATIENCE_S, until
 
 
 class Rows(Dataset[int]):

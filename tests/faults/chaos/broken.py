@@ -20,11 +20,11 @@ from typing import Any
 import asyncloader
 from asyncloader import DataLoader
 from asyncloader.engine.portal import get_portal
-from tests import generators
 from tests.faults.chaos.chaotic import AsyncDrawing, Drawing
 from tests.faults.chaos.left import nobody_left
 from tests.faults.chaos.resumed import Crew
 from tests.faults.test_internal_errors import TRUSTED
+from tests.support import generators
 
 HANG_S = 40.0
 ROOMS = tuple(str(Path(asyncloader.__file__).parent / room) + os.sep for room in ("engine", "backends", "messages"))

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from asyncloader import DataLoader
-from tests import inside
 from tests.faults.chaos.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
 from tests.faults.chaos.left import nothing_left
 from tests.faults.chaos.on_device import Device, Reading
 from tests.faults.datasets import DEATHS
+from tests.support import inside
 
 TIMEOUT_S = 0.5
 OWN_FAULTS = (*(f"dies: {death}" for death in DEATHS), "hangs", "is slow")

@@ -18,10 +18,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from asyncloader import DataLoader
-from tests import generators
 from tests.faults.chaos.chaotic import share
 from tests.faults.chaos.disturbed import difference
 from tests.faults.chaos.left import nothing_left
+from tests.support import generators
 
 EPOCHS = 4
 

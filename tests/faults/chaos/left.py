@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncloader.backends.backend import END_GRACE_S
-from tests.leftovers import Holdings
+from tests.support.leftovers import Holdings
 
 PATIENCE_S = 3 * END_GRACE_S  # a worker that was stopped for good is killed after that grace
 

@@ -29,10 +29,10 @@ from asyncloader.samplers import (
     PackingBatchSampler,
     WeightedSampler,
 )
-from tests import generators
 from tests.faults.chaos.chaotic import Drawing
 from tests.faults.chaos.left import nothing_left
 from tests.faults.chaos.sampling import unpacked
+from tests.support import generators
 
 
 @dataclasses.dataclass(frozen=True)

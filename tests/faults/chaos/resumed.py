@@ -20,12 +20,12 @@ import torch
 import torch.utils.data
 
 from asyncloader import DataLoader
-from tests import generators
 from tests.faults.chaos.chaotic import AsyncDrawing, Drawing, DrawingStream
 from tests.faults.chaos.disturbed import difference
 from tests.faults.chaos.left import nothing_left
 from tests.faults.chaos.sampling import BY_NAME, SAMPLINGS, Sampling, Size
 from tests.faults.datasets import DEATHS
+from tests.support import generators
 
 EPOCHS = 3
 PLACES = ("process", "process", "thread", "here")

@@ -30,11 +30,11 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from asyncloader import DataLoader
-from tests import generators
 from tests.faults.chaos.disturbed import difference
 from tests.faults.chaos.left import nothing_left
 from tests.faults.chaos.sampling import BY_NAME, Sampling, Size
 from tests.faults.chaos.told import READ_IN_TURNS, told
+from tests.support import generators
 
 EPOCHS = 3
 RECORD = struct.Struct("<q")

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.nursery import Nursery
+from tests.support.nursery import Nursery
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
 
 # A trainer of its own kind may stand in the environment of who runs the tests.

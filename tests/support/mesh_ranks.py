@@ -2,8 +2,8 @@
 
 Without arguments two by two of them read by everything that divides data. With arguments they go on with an epoch.
 
-python tests/mesh_ranks.py
-python tests/mesh_ranks.py DP TP STEPS LOAD_FROM_OR_NOTHING SAVE_TO_OR_NOTHING
+python tests/support/mesh_ranks.py
+python tests/support/mesh_ranks.py DP TP STEPS LOAD_FROM_OR_NOTHING SAVE_TO_OR_NOTHING
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from asyncloader import DataLoader, sample_rng
 from asyncloader.run.data_rank import data_rank
 from asyncloader.samplers import ElasticSampler, LengthBatchSampler
-from tests import inside
-from tests.ranks import tell
+from tests.support import inside
+from tests.support.ranks import tell
 
 LENGTH = 24
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from asyncloader import DataLoader
-from tests import inside
+from tests.support import inside
 
 _DEFAULTS = {"num_at_start": 2, "num_workers": 0, "prefetch": 2, "max_buffered_bytes": 0}
 

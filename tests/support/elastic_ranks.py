@@ -1,6 +1,6 @@
 """A program, run once per rank: goes on with an epoch, a few steps or to its end, on however many ranks there are.
 
-python tests/elastic_ranks.py CHECKPOINT_TO_LOAD_OR_NOTHING CHECKPOINT_TO_SAVE_OR_NOTHING STEPS
+python tests/support/elastic_ranks.py CHECKPOINT_TO_LOAD_OR_NOTHING CHECKPOINT_TO_SAVE_OR_NOTHING STEPS
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from asyncloader import DataLoader
 from asyncloader.samplers import ElasticSampler
-from tests.ranks import tell
+from tests.support.ranks import tell
 
 LENGTH = 203
 

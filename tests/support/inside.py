@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.seeding import turns
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 if TYPE_CHECKING:
     from asyncloader.engine.engine import Engine

@@ -1,7 +1,7 @@
 """A program, run once per rank: DistributedSampler and gradients that are averaged over a gloo process group.
 
-python tests/ddp_ranks.py               # averaged by DistributedDataParallel and torch.optim, which import for 2 s
-python tests/ddp_ranks.py by-hand       # by all_reduce
+python tests/support/ddp_ranks.py           # averaged by DistributedDataParallel and torch.optim, which import for 2 s
+python tests/support/ddp_ranks.py by-hand   # by all_reduce
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from asyncloader import DataLoader
-from tests.ranks import tell
+from tests.support.ranks import tell
 
 RATE = 0.1
 LENGTH = 45  # the last batches are short, and the sampler has to fill up

@@ -36,7 +36,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class End(enum.StrEnum):
@@ -140,7 +140,7 @@ def main() -> types.CodeType:
     import asyncloader.online
     import asyncloader.run.inline_iterator
     import asyncloader.run.worker_iterator  # noqa: F401
-    from tests import small_forks
+    from tests.support import small_forks
 
     with contextlib.suppress(ImportError):
         import uvloop  # noqa: F401
