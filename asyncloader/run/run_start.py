@@ -28,6 +28,7 @@ from asyncloader.run.data_rank import data_rank
 from asyncloader.run.plan import Plan, load_samplers, order_generators, own_state, samplers_within
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot
 from asyncloader.run.runs import Runs
+from asyncloader.run.set_epochs import counting
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import ResumableSampler
 from asyncloader.seeding.own_generators import GeneratorKeys, Key
@@ -188,7 +189,7 @@ def _put_back(
         tell(samplers_within(options.index_sampler), since)
     tell(listeners(options.dataset), state.dataset_epochs)
     news = since[len(samplers_within(options.index_sampler)) :] if state.is_between_runs else ()
-    tell(listeners(options.dataset), news)
+    tell([each if counting([each]) else None for each in listeners(options.dataset)], news)
     last = runs.set_epochs.now(options) if state.finished else None
     frozen = None if states is None else Frozen(states)
     samplers = _begin_epoch(options, runs, SamplerState(frozen, state.drawn, tuple(state.passes)), last)

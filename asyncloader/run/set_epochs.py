@@ -63,10 +63,10 @@ class SetEpochs:
         """
         counters = counting(_things(options))
         if not self._is_set and last is not None:
+            things, now, samplers = _things(options), self.now(options), len(samplers_within(options.index_sampler))
+            parts = slice(0, samplers), slice(samplers, None)
             # Another loader with the same sampler may have begun the epoch.
-            same = [
-                thing for thing, was, now in zip(_things(options), last, self.now(options), strict=False) if was == now
-            ]
+            same = [each for part in parts if [*last[part]] == now[part] for each in things[part]]
             for counter, epoch in [(each, each.epoch + 1) for each in counting(same)]:  # one may set those within
                 counter.set_epoch(epoch)
         for counter in counters:

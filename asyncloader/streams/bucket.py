@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import TypeVar
 
 from asyncloader.errors import ConfigurationError
@@ -63,9 +64,9 @@ class Bucket(Windowed[list[T]]):
 
     def cost_of(self, sample: T) -> int:
         """Return the length that a sample is laid out with."""
-        length = self.length(sample)
+        length = index(self.length(sample))
         longest = self.bounds[-1] if self.bounds else self.max_tokens
-        if length > longest:
+        if not 0 <= length <= longest:
             raise ValueError(
                 f"a sample has length {length}, and a batch {longest} at most: give larger max_tokens or bounds, or "
                 "leave such samples out with Filter"

@@ -20,7 +20,8 @@ def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     are given once. What else is in the state of a loader, such as its random generators, is that of the first rank.
 
     Args:
-        states: One state of each rank, of the same moment: as many batches of each, or fewer at the end of an epoch.
+        states: One state of each rank, of the same moment, in the middle of an epoch: each has given a batch, and none
+            was told of the end.
 
     Raises:
         ConfigurationError: if these are no states of streams, or some are of the time between two epochs and others are

@@ -35,8 +35,8 @@ class Mix(Stream[T_co]):
     Args:
         streams: Give the samples.
         weights: The weight of each stream: numbers of 0 or more, not all 0. Or a list of pairs ``(step, weights)``, of
-            which each holds from that sample on, counted over all workers and ranks, as if all were equally fast. A
-            stream of weight 0 gives nothing.
+            which each holds from that sample of the epoch on, counted over all workers and ranks, as if all were
+            equally fast. A stream of weight 0 gives nothing.
         stop: "all": a stream that has ended is left out, until all have. "first": the first one that ends, ends the
             epoch.
         by: The cost of a sample, a number of 0 or more: shares are shares of cost. Where samples of one stream are
@@ -70,7 +70,7 @@ class Mix(Stream[T_co]):
         if len(set(map(id, self.streams))) < len(self.streams):
             raise ConfigurationError("streams should differ: each has one position")
         one_of("stop", stop, Stop)
-        self.stop, self.by = stop, by
+        self.stop, self.by, self.num_replicas = stop, by, self.streams[0].num_replicas
         self.weights = _stages(weights, len(self.streams))
         self._left: list[int] = []  # streams that have not ended
 
@@ -98,7 +98,7 @@ class Mix(Stream[T_co]):
 
     def step(self, position: int) -> int:
         """Return about which sample a position is, of all workers and ranks."""
-        return self._before + position * self._num_workers
+        return self._before + position * self._num_workers * self.num_replicas
 
     def take(self) -> tuple[T_co, Mark]:
         """Return the next sample of the stream that has used least of its share."""
@@ -116,12 +116,17 @@ class Mix(Stream[T_co]):
             self._used.add(number, cost)
             self._position += 1
             return sample, (position, number, cost, mark)
+        if self._left and self.stop == "all" and self._used.has_more(self._left):
+            raise ConfigurationError(
+                f"streams that have weights at a later step never get there: all that have weights now have ended "
+                f"(at about step {self.step(self._position)})"
+            )
         raise StopIteration
 
     def _cost_of(self, sample: Any, number: int, mark: Mark) -> float:
         assert self.by is not None
         try:
-            cost = self.by(sample)
+            cost = float(self.by(sample))
             if not (0 <= cost < math.inf):
                 raise ValueError(f"the cost of a sample should be a number of 0 or more, but is {cost!r}")
         except Exception as error:
@@ -155,6 +160,9 @@ class Mix(Stream[T_co]):
     def merged(self, states: Sequence[State]) -> State:
         """Return a state in which shares begin anew, for what is left of the streams."""
         check_kinds(self, states)
+        numbers = [len(state["streams"]) for state in states]
+        if len({*numbers}) > 1 or numbers[0] > len(self.streams):
+            raise StateMismatchError("the number of streams", numbers, len(self.streams))
         within = zip(*(state["streams"] for state in states), strict=True)
         merged = [stream.merged(own) for stream, own in zip(self.streams, within, strict=False)]
         given = sum(state["low"] + len(state["beyond"]) for state in states)
@@ -211,6 +219,10 @@ class _Used:
         if not self._is_last and self._mix.weights[self._stage + 1][0] <= self._mix.step(self._position):
             self._find_stage()
 
+    def has_more(self, numbers: Sequence[int]) -> bool:
+        """Whether some streams have weights at a later step."""
+        return any(own[number] for _, own in self._mix.weights[self._stage + 1 :] for number in numbers)
+
     def least(self, numbers: Sequence[int]) -> int | None:
         """Return which of some streams has used least of its share; None if none has one."""
         weights, used = self.weights, self.used
@@ -219,6 +231,7 @@ class _Used:
 
 def _stages(weights: Any, count: int) -> list[tuple[int, list[float]]]:
     """Return from which sample on which weights hold."""
+    weights = weights.tolist() if hasattr(weights, "tolist") else weights
     is_staged = bool(weights) and isinstance(weights[0], (tuple, list))
     stages = sorted((count_of("step", at, least=0), [*own]) for at, own in weights) if is_staged else [(0, [*weights])]
     if stages[0][0] != 0:

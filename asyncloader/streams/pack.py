@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import gt
+from operator import gt, index
 from typing import Any, Literal
 
 import numpy as np
@@ -90,6 +90,7 @@ class Pack(Windowed[Block]):
         """Return what a sample takes of each budget."""
         found = self.lengths(sample)
         costs = [found[name] for name in self.budgets] if isinstance(found, Mapping) else [found]
+        costs = [*map(index, costs)]
         if len(costs) != len(self.budgets) or min(costs) < 0:
             raise ValueError(f"lengths should return a number of 0 or more for each of {[*self.budgets]}, not {found}")
         if not self._cuts and any(map(gt, costs, self._capacity)):

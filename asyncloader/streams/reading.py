@@ -21,16 +21,22 @@ from asyncloader.errors import ConfigurationError
 Path = str | PathLike[str]
 
 
-def text_lines(path: Path, start: int) -> Iterator[str]:
+def text_lines(path: Path, start: int) -> Iterator[str | ValueError]:
     """Yield the lines of a text file in UTF-8, without their ends; also of a ``.gz`` or ``.zst`` file.
 
     Args:
         path: The file.
         start: The number of the first line, from 0 on.
+
+    Yields:
+        A line, or the ValueError of one that is not UTF-8.
     """
     with _open(fspath(path)) as file:
         for line in islice(file, start, None):
-            yield line.decode().rstrip("\r\n")
+            try:
+                yield line.decode().rstrip("\r\n")
+            except ValueError as error:
+                yield error
 
 
 def json_lines(path: Path, start: int) -> Iterator[Any]:
@@ -47,7 +53,7 @@ def json_lines(path: Path, start: int) -> Iterator[Any]:
         for line in islice(file, start, None):
             try:
                 yield json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield error
 
 

@@ -5,13 +5,19 @@
                                      0  0  1  1  0  0        worker
 
 What is given of a shard is known to all who have read it. A state of all workers and ranks is what any of them has
-given; whatever is left of it can be dealt anew, to other numbers.
+given; whatever is left of it can be dealt anew, to other numbers. So a state has three records:
+
+    begun   what was given when shards were dealt to ranks: the same on all of them
+    dealt   and what of this rank's, when these were dealt to its workers
+    given   and since then
 """
 
 from __future__ import annotations
 
 import os
 import random
+import reprlib
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -25,6 +31,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 _UNKNOWN = -1
 _END: Any = object()
+_short = reprlib.Repr()
+_short.maxother = _short.maxstring = 300
 
 
 class Shard:
@@ -88,7 +96,7 @@ class ShardedStream(Stream[T_co]):
         ['b', 'c', 'd']
     """
 
-    _of_reading = (*Stream._of_reading, "_reader")
+    _of_reading = (*Stream._of_reading, "_reader", "_samples")
 
     def __init__(
         self,
@@ -110,9 +118,11 @@ class ShardedStream(Stream[T_co]):
         self.shuffle, self.seed = shuffle, seed
         self._shards = [len(shards), _checksum(shards)]
         self._left: list[int] = []  # numbers of shards, in the order of this reading, backwards
-        self._begun: dict[int, Shard] = {}  # what was given before it
+        self._begun: dict[int, Shard] = {}
+        self._dealt: dict[int, Shard] = {}
         self._given: dict[int, Shard] = {}  # of the shards that it has come to
         self._reader: Iterator[Any] | None = None
+        self._samples: Any = None  # refers to the iterator that reads
         self._number = self._index = 0  # of the shard that is read, and of the next sample in it
 
     # -------------------------------------------------------------------------------------------------------- reading
@@ -120,11 +130,17 @@ class ShardedStream(Stream[T_co]):
     def begin(self, reading: Reading, state: State | None) -> None:
         """Deal the shards that are left, and begin to read."""
         self._check(state)
-        self._begun, self._given = _shards(state, "begun"), _shards(state, "given")
+        if (before := self._samples and self._samples()) is reading.samples:
+            raise ConfigurationError("the same ShardedStream is in this chain twice, and has one place")
+        if before is not None:
+            before.is_left = True
+        self._samples = weakref.ref(reading.samples)
+        self._begun, self._dealt, self._given = (_shards(state, key) for key in ("begun", "dealt", "given"))
         numbers = [number for number in range(len(self.shards)) if not _is_done(number, self._begun)]
         if self.shuffle:
             random.Random(f"{self.seed} {reading.epoch}").shuffle(numbers)
-        mine = numbers[self.rank + self.num_replicas * reading.worker :: self.num_replicas * reading.num_workers]
+        of_rank = [number for number in numbers[self.rank :: self.num_replicas] if not _is_done(number, self._dealt)]
+        mine = of_rank[reading.worker :: reading.num_workers]
         self._left = [number for number in reversed(mine) if not _is_done(number, self._given)]
         self._reader = None
 
@@ -149,7 +165,7 @@ class ShardedStream(Stream[T_co]):
                 sample = next(self._reader, _END)
             except Exception as error:
                 self._reader = None
-                raise self._noted(error, f"at sample {index}, and the rest is left out, of") from None
+                raise self._noted(error, f"at sample {index}, and the rest is left out, of") from error.__cause__
             if sample is _END:
                 shard.length, self._reader = index, None
                 continue
@@ -166,16 +182,17 @@ class ShardedStream(Stream[T_co]):
             raise StopIteration
         self._number = number = self._left.pop()
         if number not in self._given:
-            self._given[number] = Shard()
-            self._given[number].update(self._begun.get(number, Shard()))
+            self._given[number] = shard = Shard()
+            for before in (self._begun, self._dealt):
+                shard.update(before.get(number, shard))
         self._index = self._given[number].given.low
         try:
             self._reader = iter(self.read(self.shards[self._number], self._index))
         except Exception as error:
-            raise self._noted(error, f"at sample {self._index}, and the rest is left out, of") from None
+            raise self._noted(error, f"at sample {self._index}, and the rest is left out, of") from error.__cause__
 
     def _noted(self, error: Exception, place: str) -> Exception:
-        return noted(error, f"{place} shard {self._number}, {self.shards[self._number]!r}")
+        return noted(error, f"{place} shard {self._number}, {_short.repr(self.shards[self._number])}")
 
     def give(self, mark: Mark) -> None:
         """Note that a sample was given."""
@@ -190,29 +207,25 @@ class ShardedStream(Stream[T_co]):
             "kind": type(self).__name__,
             "shards": self._shards,
             "ranks": [self.rank, self.num_replicas],
-            "begun": [[number, *shard.state()] for number, shard in self._begun.items()],
-            "given": [[number, *shard.state()] for number, shard in self._given.items()],
+            "begun": _plain(self._begun),
+            "dealt": _plain(self._dealt),
+            "given": _plain(self._given),
         }
 
     def merged(self, states: Sequence[State]) -> State:
         """Return what was given by any of several readers. Of all ranks, or of all workers of one."""
         check_kinds(self, states)
-        given: dict[int, Shard] = {}
-        for state in states:
-            for number, shard in [*_shards(state, "begun").items(), *_shards(state, "given").items()]:
-                given.setdefault(number, Shard()).update(shard)
-        ranks = [state["ranks"] for state in states if state["ranks"] is not None]
-        is_one = all(each == ranks[0] for each in ranks)
-        if not is_one and {rank for rank, _ in ranks} != set(range(ranks[0][1])):
-            advice = "The states of all ranks are needed, or those of one rank's workers."
+        known = [state for state in states if state["ranks"] is not None]  # others have given nothing since a merge
+        ranks = [state["ranks"] for state in known]
+        others = {"kind": type(self).__name__, "shards": states[0]["shards"], "given": []}
+        if ranks and ranks[0][1] > 1 and all(each == ranks[0] for each in ranks):
+            dealt = _plain(_union(known, ("dealt", "given")))
+            return {**others, "ranks": ranks[0], "begun": known[0]["begun"], "dealt": dealt}
+        found = {*map(tuple, ranks)}
+        if found != {(rank, len(found)) for rank in range(len(found))}:
+            advice = "States of all ranks are needed, each of which has given a batch, or those of one rank's workers."
             raise StateMismatchError("[rank, num_replicas]", ranks, [self.rank, self.num_replicas], advice)
-        return {
-            "kind": type(self).__name__,
-            "shards": states[0]["shards"],
-            "ranks": ranks[0] if ranks and is_one and ranks[0][1] > 1 else None,
-            "begun": [[number, *shard.state()] for number, shard in sorted(given.items())],
-            "given": [],
-        }
+        return {**others, "ranks": None, "begun": _plain(_union(states, ("begun", "dealt", "given"))), "dealt": []}
 
     def sources(self, mark: Mark) -> Iterator[tuple[Any, ...]]:
         """Yield the shard of a sample, and its number in there."""
@@ -221,6 +234,20 @@ class ShardedStream(Stream[T_co]):
 
 def _shards(state: State | None, key: str) -> dict[int, Shard]:
     return {} if state is None else {number: Shard(*entry) for number, *entry in state[key]}
+
+
+def _plain(shards: dict[int, Shard]) -> list[list[int]]:
+    return [[number, *shard.state()] for number, shard in shards.items()]
+
+
+def _union(states: Sequence[State], keys: Sequence[str]) -> dict[int, Shard]:
+    """Return what was given by any of several readers."""
+    found: dict[int, Shard] = {}
+    for state in states:
+        for key in keys:
+            for number, shard in _shards(state, key).items():
+                found.setdefault(number, Shard()).update(shard)
+    return found
 
 
 def _is_done(number: int, shards: dict[int, Shard]) -> bool:

@@ -53,7 +53,7 @@ class Shuffle(Within[T_co]):
     def __init__(self, stream: Stream[T_co], size: int, seed: int = 0) -> None:
         super().__init__(stream)
         check_order(self, stream)
-        self.size, self.seed = count_of("size", size), seed
+        self.size, self.seed = count_of("size", size), count_of("seed", seed, least=0)
         self._waiting: list[tuple[float, int, T_co, Mark]] = []  # a heap
         self._given = Given()
         self._next = self._round = 0

@@ -40,11 +40,13 @@ class Reading(NamedTuple):
         epoch: The epoch.
         worker: The number of this worker; 0 without workers.
         num_workers: How many workers there are, 1 at least.
+        samples: The iterator that reads.
     """
 
     epoch: int
     worker: int
     num_workers: int
+    samples: _Samples
 
 
 class Stream(IterableDataset[T_co]):
@@ -114,6 +116,9 @@ class Stream(IterableDataset[T_co]):
     def sources(self, mark: Mark) -> Iterator[tuple[Any, ...]]:
         """Yield for each sample within what tells it apart: where it stands in the chain, its shard, its number."""
 
+    num_replicas: int
+    """How many ranks share the shards."""
+
     @property
     def keeps_order(self) -> bool:
         """Whether samples may be given in another order than they were taken in. Not where they were put together."""
@@ -126,9 +131,9 @@ class Stream(IterableDataset[T_co]):
             Exception: the error, with a note that names shard and number.
         """
         self.give(mark)
-        for *_, shard, number in self.sources(mark):
-            error = noted(error, f"for sample {number} of shard {shard}")
-        raise error from None
+        *_, shard, number = next(self.sources(mark))
+        error = noted(error, f"for sample {number} of shard {shard}")
+        raise error from error.__cause__
 
     # ------------------------------------------------------------------------------------------------------ iterating
 
@@ -136,16 +141,16 @@ class Stream(IterableDataset[T_co]):
         self._iterator = iterator = _Samples(self)
         return iterator
 
-    def _start(self) -> None:
+    def _start(self, samples: _Samples) -> None:
         """Begin a reading, in the worker and the epoch that this is."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        epoch = self.epoch + self._has_ended
+        epoch = self.epoch + (self._has_ended and info is None)  # workers are told: some end where others do not
         state = self._loaded
         if state is not None and state["place"] not in (None, [worker, num_workers]):
             advice = "merge_state_dicts makes one state of those of all workers, for any number of them."
             raise StateMismatchError("[worker, num_workers]", state["place"], [worker, num_workers], advice)
-        reading = Reading(epoch, worker, num_workers)
+        reading = Reading(epoch, worker, num_workers, samples)
         self.begin(reading, None if state is None else state["parts"])
         self.epoch, self._reading, self._loaded, self._has_ended = epoch, reading, None, False
 
@@ -164,7 +169,7 @@ class Stream(IterableDataset[T_co]):
         place: list[int] | None = None
         parts: State | None = None
         if self._reading is not None:
-            place, parts = [*self._reading[1:]], self.state()
+            place, parts = [*self._reading[1:3]], self.state()
         return {"version": VERSION, "epoch": self.epoch, "ended": self._has_ended, "place": place, "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
@@ -180,8 +185,10 @@ class Stream(IterableDataset[T_co]):
             raise StateMismatchError("version", state.get("version"), VERSION)
         if "all" in state:
             state = self.merge_state_dicts(state["all"])
-        self.epoch, self.is_epoch_set = state["epoch"] + state["ended"], True
-        self._loaded = None if state["ended"] else copy.deepcopy(state)
+        # In a worker that had come to its end, nothing is left of an epoch that others may be in the middle of.
+        is_over = state["ended"] and get_worker_info() is None
+        self.epoch = state["epoch"] + is_over
+        self._loaded = None if is_over else copy.deepcopy(state)
         self._reading, self._iterator, self._has_ended = None, None, False
 
     def merge_state_dicts(self, states: Sequence[State]) -> State:
@@ -198,7 +205,7 @@ class Stream(IterableDataset[T_co]):
         return {
             "version": VERSION,
             "epoch": epochs.pop(),
-            "ended": all(state["ended"] for state in states),
+            "ended": False,  # nothing may be left, but the epoch is the same one
             "place": None,
             "parts": self.merged(parts) if parts else None,
         }
@@ -217,7 +224,7 @@ class Within(Stream[T_co]):
             raise ConfigurationError(
                 f"stream should be a part of asyncloader.streams, such as ShardedStream: {stream!r}"
             )
-        self.stream = stream
+        self.stream, self.num_replicas = stream, stream.num_replicas
 
     def begin(self, reading: Reading, state: State | None) -> None:
         """Begin to read."""
@@ -252,22 +259,24 @@ class _Samples(Iterator[Any]):
     def __init__(self, stream: Stream[Any]) -> None:
         self._stream = stream
         self._has_begun = False
+        self.is_left = False  # a part of the stream is read by another iterator
 
     def __next__(self) -> Any:
         stream = self._stream
-        if stream._iterator is not self:
+        if stream._iterator is not self or self.is_left:
             raise RuntimeError(
                 "this iterator was ended: another one over the same stream was begun, or a state was loaded"
             )
         if not self._has_begun:
-            stream._start()
+            stream._start(self)
             self._has_begun = True
+            self._epoch = stream.epoch
         elif stream._has_ended:
             raise StopIteration
         try:
             sample, mark = stream.take()
         except StopIteration:
-            stream._has_ended = True
+            stream._has_ended = stream.epoch == self._epoch  # otherwise another one was set meanwhile
             raise
         stream.give(mark)
         return sample

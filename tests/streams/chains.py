@@ -19,6 +19,13 @@ class Sample(NamedTuple):
     stop: int
 
 
+def fresh_seed() -> int:
+    """Return a seed, and print it: of a test that fails, pytest shows what was printed."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    return seed
+
+
 def length(sample: Sample) -> int:
     return sample.stop - sample.start
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncloader.errors import StateMismatchError
-from asyncloader.streams import ShardedStream, Stream, merge
-from tests.streams.chains import chain, tokens_of
-
-SEEDS = [random.SystemRandom().randrange(1 << 32) for _ in range(40)]
+from asyncloader.errors import ConfigurationError, StateMismatchError
+from asyncloader.streams import Map, Mix, ShardedStream, Stream, merge
+from tests.streams.chains import chain, fresh_seed, tokens_of
 
 
 def saved(stream: Stream[Any]) -> Any:
@@ -25,9 +23,10 @@ def resumed(stream: Stream[Any], state: Any) -> Stream[Any]:
     return stream
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_goes_on_as_if_nothing_had_happened(seed: int) -> None:
+@pytest.mark.parametrize("run", range(40))
+def test_a_run_goes_on_as_if_nothing_had_happened(run: int) -> None:
     """From a state, and from a state of the run that goes on."""
+    seed = fresh_seed()
     whole, draw = [*chain(seed)], random.Random(seed)
     first, second = sorted(draw.randrange(len(whole) + 1) for _ in range(2))
     stream = chain(seed)
@@ -37,9 +36,10 @@ def test_a_run_goes_on_as_if_nothing_had_happened(seed: int) -> None:
     assert [*resumed(chain(seed), saved(stream))] == whole[second:]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_other_numbers_of_ranks_give_what_is_left_once(seed: int) -> None:
+@pytest.mark.parametrize("run", range(40))
+def test_other_numbers_of_ranks_give_what_is_left_once(run: int) -> None:
     """Three times in a row, each rank at another place."""
+    seed = fresh_seed()
     draw, given, state = random.Random(seed), [], None
     for left in (2, 1, 0):
         count = draw.randrange(1, 4)
@@ -53,9 +53,10 @@ def test_other_numbers_of_ranks_give_what_is_left_once(seed: int) -> None:
     assert tokens_of(given) == tokens_of(chain(seed))
 
 
-@pytest.mark.parametrize("seed", SEEDS[:10])
-def test_each_epoch_gives_all_in_another_order(seed: int) -> None:
+@pytest.mark.parametrize("run", range(10))
+def test_each_epoch_gives_all_in_another_order(run: int) -> None:
     """Also where nobody tells the epoch; and one that is told is the same one each time."""
+    seed = fresh_seed()
     stream = chain(seed)
     first, second = [*stream], [*stream]
     assert tokens_of(first) == tokens_of(second)
@@ -90,6 +91,19 @@ def test_an_older_iterator_says_that_it_was_ended() -> None:
         next(older)
 
 
+def test_a_part_has_one_reader() -> None:
+    """Whoever reads a part of a chain ends the chain's iterator; a chain has each part once."""
+    inner = ShardedStream([range(9)], lambda shard, start: shard[start:])
+    outer = Map(inner, int)
+    samples = iter(outer)
+    assert next(samples) == 0
+    assert next(iter(inner)) == 0
+    with pytest.raises(RuntimeError, match="ended"):
+        next(samples)
+    with pytest.raises(ConfigurationError, match="twice"):
+        next(iter(Mix([Map(inner, int), Map(inner, str)], [1, 1])))
+
+
 def test_states_that_do_not_fit_are_refused() -> None:
     """Another rank alone, ranks that are missing, other shards, another chain, another epoch."""
     shards = [*"abcdef"]
@@ -100,7 +114,10 @@ def test_states_that_do_not_fit_are_refused() -> None:
     for state in (states[1], merge(states[:2])):
         with pytest.raises(StateMismatchError, match="rank, num_replicas"):
             [*resumed(ShardedStream(shards, lambda shard, start: shard[start:]), state)]
-    for other in (ShardedStream([*"abcdeg"], lambda shard, start: shard), chain(SEEDS[0])):
+    other_ranks = saved(ShardedStream(shards, lambda shard, start: shard[start:], num_replicas=2, rank=1))
+    with pytest.raises(StateMismatchError):
+        [*resumed(ShardedStream(shards, lambda shard, start: shard[start:]), merge([states[0], other_ranks]))]
+    for other in (ShardedStream([*"abcdeg"], lambda shard, start: shard), chain(0)):
         with pytest.raises(StateMismatchError):
             [*resumed(other, merge(states))]
     with pytest.raises(StateMismatchError, match="epoch"):

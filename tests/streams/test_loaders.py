@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader as TorchLoader
 from asyncloader import DataLoader
 from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.streams import Map, ShardedStream, Shuffle, merge
-from tests.streams.chains import chain, itself, tokens_of
+from tests.streams.chains import chain, fresh_seed, itself, read, tokens_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-SEEDS = [random.SystemRandom().randrange(1 << 32) for _ in range(12)]
 
 
 def loader_of(seed: int, num_workers: int, ranks: int = 1, rank: int = 0, **options: Any) -> Any:
@@ -43,9 +42,10 @@ def resumed(loader: Any, state: Any) -> Any:
     return loader
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_goes_on_as_if_nothing_had_happened(seed: int) -> None:
+@pytest.mark.parametrize("run", range(12))
+def test_a_run_goes_on_as_if_nothing_had_happened(run: int) -> None:
     """On as many workers; and the epoch after that has all samples again."""
+    seed = fresh_seed()
     draw = random.Random(seed)
     num_workers = draw.randrange(4)
     whole = [*loader_of(seed, num_workers)]
@@ -58,9 +58,10 @@ def test_a_run_goes_on_as_if_nothing_had_happened(seed: int) -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_other_ranks_and_workers_give_what_is_left_once(seed: int) -> None:
+@pytest.mark.parametrize("run", range(12))
+def test_other_ranks_and_workers_give_what_is_left_once(run: int) -> None:
     """Twice in a row."""
+    seed = fresh_seed()
     draw, given = random.Random(seed), []
     state: Any = None
     for left in (2, 1, 0):
@@ -78,6 +79,55 @@ def test_other_ranks_and_workers_give_what_is_left_once(seed: int) -> None:
             return
         state = merge(states)
     assert tokens_of(given) == tokens_of(chain(seed))
+
+
+@pytest.mark.parametrize("run", range(6))
+def test_ranks_that_change_their_workers_keep_their_shards(run: int) -> None:
+    """Each goes on from a state of its own, on other numbers of workers, without a merge."""
+    draw, seed = random.Random(fresh_seed()), fresh_seed()
+    ranks, given, states = draw.choice([2, 3]), [], None
+    for left in (2, 1, 0):
+        loaders = [loader_of(seed, draw.randrange(4), ranks, rank) for rank in range(ranks)]
+        for loader, state in zip(loaders, states or [], strict=False):
+            loader.load_state_dict(state)
+        given += [batch for loader in loaders for batch in islice(loader, draw.randrange(1, 5) if left else None)]
+        states = [saved(loader) for loader in loaders]
+        for loader in loaders:
+            loader.close()
+        if any(state["finished"] for state in states):
+            assert len({*tokens_of(given)}) == len(tokens_of(given))
+            return
+    assert tokens_of(given) == tokens_of(chain(seed))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_merged_state_of_the_last_batch_has_nothing_left(num_workers: int) -> None:
+    """The epoch after that is the next one."""
+    shards = [[each] for each in range(10)]
+
+    def loader(ranks: int, rank: int, workers: int) -> Any:
+        stream = ShardedStream(shards, read, num_replicas=ranks, rank=rank)
+        options: Any = {"num_workers": workers, "worker_backend": "thread"} if workers else {}
+        return DataLoader(stream, 4, **options)
+
+    ranks = [loader(2, rank, num_workers) for rank in range(2)]
+    given = [batch for rank in ranks for batch in islice(rank, 2)]
+    assert sorted(torch.cat(given).tolist()) == [*range(10)]
+    other = loader(1, 0, 1 - min(num_workers, 1))
+    other.load_state_dict(merge([saved(rank) for rank in ranks]))
+    assert [[*other], sorted(torch.cat([*other]).tolist())] == [[], [*range(10)]]
+
+
+def test_loops_that_are_left_after_a_load_go_on_to_other_epochs() -> None:
+    """Without workers as with them."""
+    seen = []
+    for options in ({}, {"num_workers": 1, "worker_backend": "thread"}):
+        loader: Any = DataLoader(ShardedStream([[each] for each in range(40)], read), None, **options)
+        next(iter(loader))
+        loader.load_state_dict(saved(loader))
+        seen.append([next(iter(loader)) for _ in range(4)])
+    assert seen[0] == seen[1]
+    assert len({*seen[0]}) == 4
 
 
 def test_the_loader_counts_epochs_for_streams() -> None:

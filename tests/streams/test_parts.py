@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -102,6 +103,21 @@ def test_streams_may_be_added_at_a_resume() -> None:
     rest = [*more]
     assert sorted(given + rest) == [*range(30)]
     assert 20 in rest[:3]
+
+
+def test_costs_are_numbers() -> None:
+    """Those of torch and numpy too; states keep theirs. What has no exact size is refused, and so is a step in vain."""
+    mix = Mix([stream_of("aaaa"), stream_of("bb")], [1, 1], by=lambda sample: torch.tensor(2.0))
+    samples = iter(mix)
+    next(samples)
+    state = mix.state_dict()
+    used = json.dumps(state)
+    next(samples)
+    assert json.dumps(state) == used
+    assert "float" in raised(Pack(stream_of([0.4]), {"tokens": 1}, lambda sample: sample))[1][0]
+    assert "length -1" in raised(Bucket(stream_of("a"), lambda sample: -1, max_tokens=1))[1][0]
+    with pytest.raises(ConfigurationError, match="never get there"):
+        [*Mix([stream_of("aaa"), stream_of("bbb")], [(0, [1, 0]), (8, [0, 1])])]
 
 
 def test_samples_are_shuffled_near_their_places() -> None:
