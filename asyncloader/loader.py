@@ -260,6 +260,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _make_iterator(self, *, wait_for_start: bool) -> Any:
         iterator: Any
+        if isinstance(self.dataset, SuppliesKeys):  # a feed ends with all who are noted, and is about to begin
+            exits.note_user()
         inline_iterator, worker_iterator = _import_iterators()
         options, runs = self._loader_options(), self._runs
         if (state := runs.loaded) is not None:

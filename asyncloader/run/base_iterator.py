@@ -168,6 +168,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         self._runs.hand_on(self)
         self._checkpointer = start.checkpointer
         start.plan.end_with(self)
+        self._keys_arrive = start.plan.arrives
         if self._options.seeds_here:
             self._seeding.begin(start.checkpointer.key)
         self._base_seed = start.checkpointer.base_seed
@@ -328,11 +329,11 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         check_owner(self._pid)
         check_face(self._face, face)
         self._face = face
-        if face == ASYNC_FOR:
+        if face == ASYNC_FOR or self._keys_arrive:  # by a feed, which ends with all who are noted
             exits.note_user()
-        elif not exits.is_exiting:
+        if face == FOR and not exits.is_exiting:
             self._pass = exits.token
-        elif exits.is_left_behind():
+        elif face == FOR and exits.is_left_behind():
             self._lock.release()
             exits.stop_daemon()
         try:

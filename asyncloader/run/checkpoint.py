@@ -156,6 +156,7 @@ class Checkpointer:
         if samplers.state is None:
             samplers = SamplerState(own_state(self.options.index_sampler))
         carried, keeps_seed = self.carried(), self.options.persistent_workers
+        counted = counted_epochs(self.options.dataset)
         return LoaderState(
             epoch=self.epoch + 1,
             finished=True,
@@ -164,8 +165,8 @@ class Checkpointer:
             shared_seed=self.shared_seed if keeps_seed else None,
             generators=json.dumps(self.generators),
             at_iter=_generators_now(self.options),
-            set_epochs=[None] * len(samplers_within(self.options.index_sampler)),  # which count in states of their own
-            dataset_epochs=counted_epochs(self.options.dataset),
+            set_epochs=[None] * len(samplers_within(self.options.index_sampler)) if counted else [],
+            dataset_epochs=counted,  # samplers that count do so in states of their own
             **_of_samplers(self.options, samplers),
             workers=None if carried is None else as_plain(carried),
             num_workers=self.num_workers,

@@ -162,5 +162,6 @@ def counting(things: Iterable[Any]) -> list[Any]:
 
 
 def counted_epochs(dataset: Any) -> list[int | None]:
-    """Return the epochs of a dataset's listeners that count; None for others: states between runs have none of them."""
-    return [each.epoch if counting([each]) else None for each in listeners(dataset)]
+    """Return the epochs of a dataset's listeners if one of them counts: otherwise states between runs have none."""
+    found = [each.epoch if counting([each]) else None for each in listeners(dataset)]
+    return found if any(epoch is not None for epoch in found) else []

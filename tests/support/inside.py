@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -216,17 +217,27 @@ def renew_no_more(iterator: Any) -> None:
 def renewals_by_count() -> Iterator[None]:
     """Have workers grow by what they make, and not by the memory that they tell of."""
     from asyncloader.engine.workforce import Workforce
+    from asyncloader.observe.meter import Meter
+
+    told: Counter[int] = Counter()  # batches of one read of a worker's channel, which are told together
+
+    def made(self: Meter, worker: int, records: Any) -> None:
+        told[worker] += len(records)
+        made_before(self, worker, records)
 
     def has_grown(self: Workforce, worker: int, private_bytes: int) -> bool:
+        new = told.pop(worker, 0)
         if self._max_bytes is None:
             return False
-        self._bounds[worker] = count = self._bounds.get(worker, 0) + 1
+        self._bounds[worker] = count = self._bounds.get(worker, 0) + new
         if count >= self._max_bytes - _RENEWAL:
             self.grown[worker] = count
         return worker in self.grown
 
+    made_before, Meter.made = Meter.made, made  # type: ignore[method-assign]
     before, Workforce.has_grown = Workforce.has_grown, has_grown  # type: ignore[method-assign]
     try:
         yield
     finally:
+        Meter.made = made_before  # type: ignore[method-assign]
         Workforce.has_grown = before  # type: ignore[method-assign]
