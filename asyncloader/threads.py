@@ -23,6 +23,9 @@ T = TypeVar("T")
 LONGEST_S = 10.0
 """An operation that computes at the end of the program is waited for no longer. Seconds."""
 
+LATER = object()
+"""Is returned by what asks a thread to end, if others begin anew that need it: all is ended again after them."""
+
 _LOOK_EVERY_S = 0.02
 _IDLE_S = 0.3  # who has not run for so long is waiting for something
 
@@ -69,9 +72,8 @@ def end_all(grace_s: float) -> None:
     """
     for each in copied(awaited):
         each.end_with_program()
-    for end in filter(None, copied(_threads.values())):
-        end()
-    left = _join(copied(_threads), grace_s)
+    ending = [thread for thread, end in copied(_threads.items()) if end is None or end() is not LATER]
+    left = _join(ending, grace_s)
     began = time.monotonic()
     ran_at = dict.fromkeys(left, began)
     while left and (now := time.monotonic()) < began + LONGEST_S:

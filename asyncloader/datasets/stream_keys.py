@@ -77,6 +77,7 @@ class Items:
         next: The number of the item that is taken next.
         is_left: Nobody will take more.
         wake: Has the thread look for room again, or see that it is left.
+        is_kept: Whether somebody may take at the end of the program who has not begun yet.
         thread: The thread that reads.
     """
 
@@ -84,6 +85,7 @@ class Items:
         self.rank, self.num_replicas = rank, num_replicas
         self._max_items, self._max_bytes = max_items, max_bytes
         self.is_left = self._is_over = False
+        self.is_kept: Callable[[], bool] = bool
         self._failure: Exception | None = None  # is raised behind the last item
         self._queue: queue.SimpleQueue[StreamItem | None] = queue.SimpleQueue()
         self.coming = iter(self._queue.get, None)
@@ -117,7 +119,7 @@ class Items:
         before = [each for each in readings if each is not self and (each.thread is None or each.thread.is_alive())]
         readings[:] = [*before, self]
         self._before = before if is_stream(stream) else []
-        threads.start(partial(_read, self, stream), "asyncloader stream", self.leave)
+        threads.start(partial(_read, self, stream), "asyncloader stream", self._end_with_program)
 
     # ------------------------------------------------------------------------------------------------ whoever takes
 
@@ -131,6 +133,12 @@ class Items:
         if not self.is_left:
             self.is_left = True
             self.wake()
+
+    def _end_with_program(self) -> object:
+        if self.is_kept():
+            return threads.LATER
+        self.leave()
+        return None
 
     def make_room(self) -> None:
         """Have the thread read on, if it waits for room and there is some."""

@@ -87,7 +87,8 @@ class FeedServer:
         self.identity = {"kind": "Feed", "group_size": group_size, "has_source": source is not None}
         self._group_size = group_size
         self._process = generation()
-        self._source = None if source is None else Source(source, partial(_item_came, weakref.ref(self)))
+        this = weakref.ref(self)
+        self._source = None if source is None else Source(source, partial(_item_came, this), partial(_may_begin, this))
         self._lock = threading.Lock()
         self._afterwards: deque[Callable[[], object]] = deque()  # what is to be done before the lock is let go
         self._answered: list[Request] = []  # what is told when the lock was let go
@@ -600,6 +601,13 @@ def _came(requests: deque[Request]) -> int:
 def _look(server: weakref.ref[FeedServer]) -> None:
     if (alive := server()) is not None:
         alive.look(monotonic())
+
+
+def _may_begin(reference: weakref.ref[FeedServer]) -> bool:
+    """Whether a thread that is left at the end of the main one may still begin to train on a feed."""
+    server, main = reference(), threading.main_thread()
+    others = (thread for thread in threading.enumerate() if thread is not main and not thread.daemon)
+    return server is not None and not server.has_begun and any(others)
 
 
 def _item_came(server: weakref.ref[FeedServer]) -> None:

@@ -28,6 +28,7 @@ class Source:
     Args:
         source: An iterable, an async iterable, or a function that returns one.
         tell: Is called when an item has come that was not there, in the thread that reads.
+        is_kept: Whether somebody may take at the end of the program who has not begun yet.
 
     Raises:
         ConfigurationError: if it is none of these.
@@ -37,7 +38,7 @@ class Source:
         waits: The next one was not there; until `tell` is called.
     """
 
-    def __init__(self, source: Any, tell: Callable[[], object]) -> None:
+    def __init__(self, source: Any, tell: Callable[[], object], is_kept: Callable[[], bool] = bool) -> None:
         if not (is_stream(source) or callable(source)):
             raise ConfigurationError(
                 "source should be an iterable of items, an async one, or a function that returns one, but is "
@@ -46,12 +47,13 @@ class Source:
         self.drawn = 0
         self.waits = False
         self._source = source
-        self._tell = tell
+        self._tell, self._is_kept = tell, is_kept
         self._readings: list[Items] = []  # of the source, that may go on
         self._begin(Place(states=pickle.dumps({"stream": source.state_dict()}) if is_stateful(source) else b""))
 
     def _begin(self, place: Place) -> None:
         items = self._items = Items(max_items=_MOST_ITEMS, max_bytes=_MOST_BYTES)
+        items.is_kept = self._is_kept
         items.go_to(place)
         self._keys: StreamKeys | None = StreamKeys(items, partial(items.start, self._source, self._readings))
 

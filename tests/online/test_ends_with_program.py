@@ -58,7 +58,44 @@ PROGRAM = """
     sys.exit(7)
 """
 
+LATE = """
+    import sys
+    import threading
+    import time
+
+    from asyncloader import DataLoader
+    from asyncloader.online import Feed
+
+
+    def lease(feed):
+        for item in feed.leases():
+            with item:
+                item.put(item.value)
+
+
+    def train(feed):
+        while threading.main_thread().is_alive():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        for number, _ in enumerate(DataLoader(feed)):
+            if number == 1500:
+                print("trained")
+                raise SystemExit(7)
+
+
+    feed = Feed(iter(range(10**9)), batch_size=2, max_samples=2)
+    threading.Thread(target=lease, args=(feed,)).start()
+    threading.Thread(target=train, args=(feed,)).start()
+    sys.exit(7)
+"""
+
 pytestmark = pytest.mark.interpreter
+
+
+def test_a_source_is_read_on_for_a_trainer_that_comes_late(run: Callable[..., Program]) -> None:
+    """Beyond what was read ahead when the main thread ended."""
+    ended = run(LATE)
+    assert (ended.returncode, ended.out, ended.err) == (7, "trained\n", "")
 
 
 @pytest.mark.parametrize(("trainer", "num_workers"), [("main", 1), ("thread", 0), ("late", 0), ("nobody", 0)])
