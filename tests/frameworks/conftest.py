@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.frameworks)
+            if item.get_closest_marker("timeout") is None:  # to import all of them takes a minute
+                item.add_marker(pytest.mark.timeout(450))
             for allowed in FRAMEWORKS_OWN:
                 item.add_marker(pytest.mark.filterwarnings(allowed))
 
