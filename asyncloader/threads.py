@@ -92,6 +92,12 @@ def interrupt(thread: threading.Thread) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
+def waited_for() -> list[threading.Thread]:
+    """Return the threads that the interpreter waits for when the main one has ended: no daemons."""
+    main = threading.main_thread()
+    return [thread for thread in threading.enumerate() if thread is not main and not thread.daemon]
+
+
 def copied(things: Iterable[T]) -> tuple[T, ...]:
     """Copy a set, or the like, that other threads may add to meanwhile."""
     while True:

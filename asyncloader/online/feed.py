@@ -279,8 +279,7 @@ def _watch_producers() -> None:
 def _all_produce() -> bool:
     """Whether all threads that the interpreter waits for wait for room in feeds, or for leases."""
     waiting = {thread for server in threads.copied(servers.values()) for thread in server.waiting_threads()}
-    main = threading.main_thread()
-    return all(each.daemon or each is main or each in waiting for each in threading.enumerate())
+    return all(each in waiting for each in threads.waited_for())
 
 
 with contextlib.suppress(RuntimeError):  # the main thread has returned before this module was imported

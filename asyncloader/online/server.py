@@ -605,9 +605,8 @@ def _look(server: weakref.ref[FeedServer]) -> None:
 
 def _may_begin(reference: weakref.ref[FeedServer]) -> bool:
     """Whether a thread that is left at the end of the main one may still begin to train on a feed."""
-    server, main = reference(), threading.main_thread()
-    others = (thread for thread in threading.enumerate() if thread is not main and not thread.daemon)
-    return server is not None and not server.has_begun and any(others)
+    server = reference()
+    return server is not None and not server.has_begun and bool(threads.waited_for())
 
 
 def _item_came(server: weakref.ref[FeedServer]) -> None:

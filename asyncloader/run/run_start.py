@@ -110,13 +110,7 @@ def begin(
     there = state or LoaderState(epoch=epoch, position=drawn.num_yielded, drawn=drawn.num_yielded, sample=-1)
     if state is None and drawn.num_yielded:  # a patch of torch's constructor has read the sampler
         at_iter = loaded = before
-    set_epochs, index_sampler = runs.set_epochs, options.index_sampler
-    epochs = set_epochs.of_samplers(index_sampler)
-
-    def note_epochs() -> None:  # torch's samplers look at their epoch only then; the runs would refer to themselves
-        epochs[:] = set_epochs.of_samplers(index_sampler)
-
-    order = OrderDraw(rng, at_iter, partial(warn_of_draws, options.index_sampler, runs.warned), note_epochs)
+    order, epochs = _order(options, runs, rng, at_iter)
     drawn = _as_saved(options, there, drawn, rng, loaded)
     if state is not None:
         order.note_state()
@@ -164,6 +158,17 @@ def _put_anew(
         runs.set_epochs.warn_of_same_order(options, [*latest.sampler_epochs, *latest.dataset_epochs])
     at_iter, last = rng.capture(), None if latest is None else [*latest.sampler_epochs, *latest.dataset_epochs]
     return at_iter, _begin_epoch(options, runs, runs.samplers_now(), last)
+
+
+def _order(options: Options, runs: Runs, rng: RNGSnapshot, at_iter: list[Any]) -> tuple[OrderDraw, list[int | None]]:
+    """Return what follows the drawing of the order, and the epochs of samplers, which are noted again at that time."""
+    set_epochs, index_sampler = runs.set_epochs, options.index_sampler
+    epochs = set_epochs.of_samplers(index_sampler)
+
+    def note_epochs() -> None:  # torch's samplers look at their epoch only then; the runs would refer to themselves
+        epochs[:] = set_epochs.of_samplers(index_sampler)
+
+    return OrderDraw(rng, at_iter, partial(warn_of_draws, index_sampler, runs.warned), note_epochs), epochs
 
 
 def _put_back(

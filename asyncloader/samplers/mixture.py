@@ -79,7 +79,7 @@ class MixtureSampler(OrderedSampler):
             raise ConfigurationError(f"lengths should name sources, with no less than 0 samples: {self.lengths}")
         self.stop = stop
         self.shuffle = shuffle
-        self._begin(_stages(self.lengths if weights is None else weights))
+        self._begin(stages_of(self.lengths if weights is None else weights))
 
     @property
     def weights(self) -> list[tuple[int, list[float]]]:
@@ -203,7 +203,7 @@ def _check_order(weights: Any) -> None:
         )
 
 
-def _stages(weights: Any) -> list[tuple[int, Sequence[float]]]:
+def stages_of(weights: Any) -> list[tuple[int, Sequence[float]]]:
     """Return what stages weights consist of."""
     _check_order(weights)
     weights = weights.tolist() if hasattr(weights, "tolist") else weights

@@ -10,7 +10,7 @@ from typing import Any
 from asyncloader.errors import ConfigurationError
 from asyncloader.messages.snapshot import WorkerStart, as_plain
 from asyncloader.run.state import LoaderState
-from asyncloader.streams.stream import VERSION
+from asyncloader.streams.stream import VERSION, apart
 
 
 def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not states:
         raise ConfigurationError("states of all ranks should be given, and there are none")
     if all("place" in state or "all" in state for state in states):
-        return {"version": VERSION, "all": copy.deepcopy(_all(states))}
+        return {"version": VERSION, "all": copy.deepcopy(apart(states))}
     loaders = [LoaderState.from_dict(state) for state in states]
     if len({loader.is_between_runs for loader in loaders}) > 1:
         raise ConfigurationError("some states are of the time between two epochs, and others are of the middle of one")
@@ -58,11 +58,6 @@ def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     taken = [start.snapshot["dataset"] for start in starts if start.snapshot is not None]
     if not all(isinstance(each, dict) and ("place" in each or "all" in each) for each in taken) or not taken:
         raise ConfigurationError("these states are of loaders whose datasets are no streams of asyncloader.streams")
-    snapshot = {"dataset": {"version": VERSION, "all": _all(taken)}, "iterator": None, "ended": False}
+    snapshot = {"dataset": {"version": VERSION, "all": apart(taken)}, "iterator": None, "ended": False}
     workers = as_plain({0: WorkerStart(0, snapshot)})
     return replace(loaders[0], workers=workers, next_worker=0).as_dict()
-
-
-def _all(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return states, of which some may be several, as states of one worker each."""
-    return [each for state in states for each in state.get("all", [state])]

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError, StateMismatchError
-from asyncloader.samplers.ordered import count_of
+from asyncloader.samplers.mixture import stages_of
 from asyncloader.streams.stream import Mark, Reading, State, Stream, check_kinds
 
 T_co = TypeVar("T_co", covariant=True)
@@ -53,8 +53,6 @@ class Mix(Stream[T_co]):
         'aaaabbbbaaaab'
     """
 
-    _of_reading = (*Stream._of_reading, "_left")
-
     def __init__(
         self,
         streams: Sequence[Stream[T_co]],
@@ -71,7 +69,7 @@ class Mix(Stream[T_co]):
             raise ConfigurationError("streams should differ: each has one position")
         one_of("stop", stop, Stop)
         self.stop, self.by, self.num_replicas = stop, by, self.streams[0].num_replicas
-        self.weights = _stages(weights, len(self.streams))
+        self.weights = _checked(weights, len(self.streams))
         self._left: list[int] = []  # streams that have not ended
 
     # -------------------------------------------------------------------------------------------------------- reading
@@ -229,13 +227,9 @@ class _Used:
         return min((n for n in numbers if weights[n]), key=lambda n: used[n] / weights[n], default=None)
 
 
-def _stages(weights: Any, count: int) -> list[tuple[int, list[float]]]:
+def _checked(weights: Any, count: int) -> list[tuple[int, list[float]]]:
     """Return from which sample on which weights hold."""
-    weights = weights.tolist() if hasattr(weights, "tolist") else weights
-    is_staged = bool(weights) and isinstance(weights[0], (tuple, list))
-    stages = sorted((count_of("step", at, least=0), [*own]) for at, own in weights) if is_staged else [(0, [*weights])]
-    if stages[0][0] != 0:
-        raise ConfigurationError(f"the first weights should hold from sample 0 on, but hold from {stages[0][0]}")
+    stages = [(at, [*own]) for at, own in stages_of(weights)]
     for _, own in stages:
         if len(own) != count or not all(math.isfinite(each) and each >= 0 for each in own) or not sum(own):
             raise ConfigurationError(f"weights should be {count} numbers of 0 or more, not all 0, but are {own}")

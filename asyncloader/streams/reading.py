@@ -10,7 +10,7 @@ import gzip
 import importlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from os import PathLike, fspath
@@ -22,39 +22,29 @@ Path = str | PathLike[str]
 
 
 def text_lines(path: Path, start: int) -> Iterator[str | ValueError]:
-    """Yield the lines of a text file in UTF-8, without their ends; also of a ``.gz`` or ``.zst`` file.
+    """Read the lines of a text file in UTF-8, without their ends; also of a ``.gz`` or ``.zst`` file.
 
     Args:
         path: The file.
         start: The number of the first line, from 0 on.
 
-    Yields:
-        A line, or the ValueError of one that is not UTF-8.
+    Returns:
+        An iterator over the lines; in place of one that is not UTF-8, the ValueError.
     """
-    with _open(fspath(path)) as file:
-        for line in islice(file, start, None):
-            try:
-                yield line.decode().rstrip("\r\n")
-            except ValueError as error:
-                yield error
+    return _lines(path, start, lambda line: line.decode().rstrip("\r\n"))
 
 
 def json_lines(path: Path, start: int) -> Iterator[Any]:
-    """Yield what the lines of a file of JSON lines contain; also of a ``.gz`` or ``.zst`` file.
+    """Read what the lines of a file of JSON lines contain; also of a ``.gz`` or ``.zst`` file.
 
     Args:
         path: The file.
         start: The number of the first line, from 0 on.
 
-    Yields:
-        The value of a line, or the ValueError that it raises.
+    Returns:
+        An iterator over the values of lines; in place of one that is no JSON, the ValueError.
     """
-    with _open(fspath(path)) as file:
-        for line in islice(file, start, None):
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield error
+    return _lines(path, start, json.loads)
 
 
 def parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
@@ -72,6 +62,16 @@ def parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
             if start < count:
                 yield from file.read_row_group(group).slice(start).to_pylist()
             start = max(0, start - count)
+
+
+def _lines(path: Path, start: int, parse: Callable[[bytes], Any]) -> Iterator[Any]:
+    """Yield what is made of the lines of a file from a number on, or the error that one raises."""
+    with _open(fspath(path)) as file:
+        for line in islice(file, start, None):
+            try:
+                yield parse(line)
+            except (ValueError, RecursionError) as error:
+                yield error
 
 
 def _open(path: str) -> Any:

@@ -60,7 +60,7 @@ class Stream(IterableDataset[T_co]):
     epoch that was read to its end is followed by the next one.
     """
 
-    is_epoch_set = False  # by a call of `set_epoch` or `load_state_dict` since our loader has begun an epoch
+    is_epoch_set = False  # by a call of `set_epoch` since our loader has begun an epoch
     counts_epochs = True  # what our loader looks at before it warns of copies that give one order in all epochs
     _of_reading: ClassVar[tuple[str, ...]] = ("_reading", "_iterator")
     """Attributes that belong to a reading: a copy for another process has none."""
@@ -197,7 +197,7 @@ class Stream(IterableDataset[T_co]):
         Raises:
             StateMismatchError: if one is missing, or they are of several epochs.
         """
-        states = [each for state in states for each in state.get("all", [state])]
+        states = apart(states)
         epochs = {state["epoch"] for state in states}
         if len(epochs) != 1:
             raise StateMismatchError("epoch", sorted(epochs), self.epoch, "States of one epoch can be merged.")
@@ -209,6 +209,11 @@ class Stream(IterableDataset[T_co]):
             "place": None,
             "parts": self.merged(parts) if parts else None,
         }
+
+
+def apart(states: Sequence[State]) -> list[State]:
+    """Return states, of which some may be several side by side, as states of one reader each."""
+    return [each for state in states for each in state.get("all", [state])]
 
 
 class Within(Stream[T_co]):

@@ -36,7 +36,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from asyncloader.samplers import ElasticSampler
 from tests.benchmarks.bench import Bench, Target, main
-from tests.benchmarks.measure import Run
+from tests.benchmarks.measure import Run, states_after_each
 
 BATCH = 32
 
@@ -68,13 +68,7 @@ def stateful(bench: Bench) -> dict[str, Any]:
 def added(make: Callable[..., Any], num_workers: int, batches: int) -> Run:
     """Take the state after every batch of an epoch; return the microseconds that a call takes."""
     loader = make(Numbers(batches * BATCH), batch_size=BATCH, shuffle=True, num_workers=num_workers)
-    in_calls = 0.0
-    began = time.perf_counter()
-    for _ in loader:
-        called = time.perf_counter()
-        loader.state_dict()
-        in_calls += time.perf_counter() - called
-    whole = time.perf_counter() - began
+    whole, in_calls = states_after_each(loader)
     return Run(in_calls / batches * 1e6, {"us/batch beside": (whole - in_calls) / batches * 1e6})
 
 

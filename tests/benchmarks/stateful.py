@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader.stateful import StatefulDataLoader
 from tests.benchmarks.bench import Bench, Target, main
-from tests.benchmarks.measure import Run
+from tests.benchmarks.measure import Run, states_after_each
 
 BATCH = 8
 
@@ -106,13 +106,7 @@ def make(loader_class: Any, kind: str, batches: int, num_workers: int) -> Any:
 
 def cost_of_states(loader_class: Any, kind: str, batches: int, num_workers: int) -> Run:
     """Take the state after every batch; return the microseconds of a batch, those of the call among them."""
-    loader, in_calls = make(loader_class, kind, batches, num_workers), 0.0
-    began = time.perf_counter()
-    for _ in loader:
-        called = time.perf_counter()
-        loader.state_dict()
-        in_calls += time.perf_counter() - called
-    whole = time.perf_counter() - began
+    whole, in_calls = states_after_each(make(loader_class, kind, batches, num_workers))
     return Run(whole / batches * 1e6, {"us/call": in_calls / batches * 1e6})
 
 
