@@ -417,6 +417,7 @@ class Model(RuleBasedStateMachine):
             assert self.fates.setdefault(ticket.batch, "failed") == "failed"
             self._apply(self.scheduler.ready(ticket.batch, VOID))
         self.scheduler.plan_ended()
+        self.plan_ended = True  # the engine stops the run: its consumer raises the error, and reads no more
         self._follow()
 
     # -------------------------------------------------------------------------------------------- the session
