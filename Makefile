@@ -1,4 +1,5 @@
-# Every target sets up what it needs: a virtual environment in .venv, filled by pip from pyproject.toml's `dev` extra.
+# Every target sets up what it needs: a virtual environment in .venv, filled by pip from pyproject.toml's `dev` extra; for
+# `demo` with the dependencies alone, by the `tested` extra.
 # PYTHON names the interpreter it is made with (3.11 or later); by default the first such one that is found.
 
 PYTHON ?= $(shell for p in python3 python3.15 python3.14 python3.13 python3.12 python3.11; do \
@@ -6,6 +7,11 @@ PYTHON ?= $(shell for p in python3 python3.15 python3.14 python3.13 python3.12 p
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OWN_READY := $(VENV)/.ready-own
+# An interpreter of $$version, or none. A name on PATH may be a shim without one, or one of pyenv's that is told of
+# another version: pyenv's own folder has the interpreter.
+FIND_PYTHON := for python in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python$$version none; do \
+	$$python -c "" 2>/dev/null && break; done
 VERSIONS := 3.11 3.12 3.13 3.14 3.15
 MINUTES ?= 10
 # Tests run in this many processes, more than two cores, since tests wait for processes; what is about time has the
@@ -27,10 +33,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test collect test-all matrix test-frameworks test-frameworks-with-ray test-frameworks-without-ray test-services test-ray soak lint typecheck docs bench build clean help
+.PHONY: demo test collect test-all matrix test-frameworks test-frameworks-with-ray test-frameworks-without-ray test-services test-ray soak lint typecheck docs bench build dist clean help
 
-demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
-	$(BIN)/python examples/train_digits.py
+demo: $(OWN_READY) ## one training, beside torch's loader: how long it waits, a worker that is killed, a resume
+	$(BIN)/python examples/demo.py
 
 test: $(READY) ## the tests that are quick; ROOM=transport: those of tests/transport
 	$(BIN)/python -m pytest $(BESIDE) $(if $(ROOM),tests/$(ROOM),$(CORE))
@@ -45,12 +51,9 @@ test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) ## all tests, those
 	$(BIN)/python -m pytest -m "" tests/frameworks
 	$(BIN)/python -m pytest -m "" tests/clusters
 
-# Each has an environment of its own, in .venv-3.12 and so on. A name on PATH may be a shim without an interpreter, or
-# one of pyenv's that is told of another version: pyenv's own folder has the interpreter.
+# Each has an environment of its own, in .venv-3.12 and so on.
 matrix: ## demo and quick tests on each of VERSIONS of Python that is there, with the newest torch (TORCH===2.13.0: with that)
-	@failed=""; for version in $(VERSIONS); do \
-		for python in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python$$version none; do \
-			$$python -c "" 2>/dev/null && break; done; \
+	@failed=""; for version in $(VERSIONS); do $(FIND_PYTHON); \
 		[ $$python != none ] || { echo "== Python $$version: not found"; continue; }; \
 		own="VENV=.venv-$$version PYTHON=$$python"; \
 		$(MAKE) $$own .venv-$$version/.ready && \
@@ -99,7 +102,19 @@ bench: $(BENCH_READY) ## every benchmark in tests/benchmarks, one after the othe
 		name=$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m tests.benchmarks.$$name $(ARGS); done
 
 build: $(READY) ## wheel and source distribution in dist/
+	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
+# Into an empty environment, with no other packages than it asks for; each takes a gigabyte, so it is removed again.
+dist: build ## the same, and each of VERSIONS of Python that is there installs the wheel and passes its self-test
+	@failed=""; for version in $(VERSIONS); do $(FIND_PYTHON); \
+		[ $$python != none ] || { echo "== Python $$version: not found"; continue; }; \
+		echo "== Python $$version"; rm -rf build/dist && $$python -m venv build/dist && \
+		build/dist/bin/pip install --quiet "$$(echo dist/*.whl)[tested]" && \
+		(cd build/dist && bin/python -m asyncloader doctor --selftest) || failed="$$failed $$version"; \
+		rm -rf build/dist; \
+	done; test -z "$$failed" || { echo "failed on:$$failed" >&2; exit 1; }
 
 clean: ## remove what was built and cached, but for the virtual environment (rm -r .venv)
 	rm -rf build dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info
@@ -108,12 +123,20 @@ clean: ## remove what was built and cached, but for the virtual environment (rm 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml
+$(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+
+# What is needed to use the library, and no more.
+$(OWN_READY): pyproject.toml | $(BIN)/pip
+	@echo "installing asyncloader and its own dependencies into $(VENV)"
+	@$(BIN)/pip install --quiet --editable '.[tested]'
+	@touch $@
+
+$(READY): pyproject.toml | $(BIN)/pip
 	@echo "installing asyncloader and what its development needs into $(VENV) (the first time takes some minutes)"
 	@$(BIN)/pip install --quiet --editable '.[dev]'
-	@touch $@
+	@touch $@ $(OWN_READY)
 
 $(SERVICES_READY): $(READY) tests/services/install.sh
 	@bash tests/services/install.sh

@@ -34,6 +34,23 @@ def closing_lines(done: subprocess.CompletedProcess[str], count: int) -> list[st
     return done.stdout.splitlines()[-count:]
 
 
+@pytest.mark.timeout(180)  # each worker of torch's imports torch, in every epoch
+def test_the_demonstration_shows_what_it_says() -> None:
+    """Weights are the same with either loader, after a death and after a resume; torch's loader ends at the death."""
+    done = run_example("demo.py", "--epochs", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(r"asyncloader: DataLoader worker \(pid \d+\) is killed .*\n", done.stderr)  # the log says so
+    *_, waited, _, death, torchs, ours, resume, left, none = map(str.strip, filter(None, done.stdout.splitlines()))
+    same = "The weights are the same, to the bit."
+    assert re.fullmatch(rf"Training waited [\d.]+ s for torch's loader, [\d.]+ s for ours\. {same}", waited)
+    assert death.startswith("2. One of two workers is killed")
+    assert re.match(r"torch +\d+ of 24 batches, then RuntimeError: DataLoader worker \(pid", torchs)
+    assert re.fullmatch(rf"asyncloader +24 of 24 batches\. {same}", ours)
+    assert resume.startswith("3. A checkpoint after batch 10")
+    assert re.fullmatch(rf"asyncloader +14 batches were left\. {same}", left)
+    assert none.startswith("torch ")
+
+
 def test_train_digits_reports_accuracy_and_waiting(digits: Path) -> None:
     """Three epochs train, and the closing lines tell the accuracy and the time spent waiting for data."""
     done = run_example("train_digits.py", "--epochs", "3", "--min-accuracy", "0.6", "--data", digits)

@@ -101,3 +101,5 @@ def test_it_is_used_where_it_is_installed(built: dict[str, Path], kind: str, tmp
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "doctor" in done.stdout
+    done = run_python("-E", "-m", "asyncloader", "doctor", "--selftest", python=python)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout

@@ -21,6 +21,7 @@ from asyncloader.cli import doctor
 from asyncloader.cli.measure import run
 from asyncloader.cli.report import Report
 from asyncloader.cli.script import first_loader
+from asyncloader.cli.selftest import selftest
 from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
 from asyncloader.observe.timing import show_s
@@ -134,8 +135,15 @@ def trace(
 
 
 @app.command(name="doctor")
-def examine(as_json: Json = False) -> None:
+def examine(
+    is_selftest: Annotated[
+        bool, typer.Option("--selftest", help="Have loaders show their promises here: 20 s.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Look at this machine: start method, cores, memory, limits. Exit with 1 if something is wrong."""
+    if is_selftest:
+        raise typer.Exit(0 if selftest(as_json) else 1)
     report = Report(as_json)
     is_well = doctor.examine(report)
     report.end()

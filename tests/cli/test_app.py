@@ -11,11 +11,12 @@ from time import process_time
 from typing import Any
 
 import pytest
+import torch
 import torch.utils.data
 from typer import BadParameter
 from typer.testing import CliRunner, Result
 
-from asyncloader.cli import measure
+from asyncloader.cli import measure, selftest
 from asyncloader.cli.app import app
 from asyncloader.cli.bench import candidates, choose
 from asyncloader.cli.source import Source, find
@@ -380,10 +381,42 @@ def test_loaders_of_all_kinds_are_made_anew() -> None:
     del sys.modules["made_for_test"]
 
 
+WITHOUT_THE_EXTRA = "import sys; sys.modules.update(typer=None, rich=None, psutil=None)\n"
+FORK_ONLY = "import multiprocessing; multiprocessing.get_all_start_methods = lambda: ['fork']\n"
+PROMISES = ["order", "kill", "resume", "async for", "shared memory"]
+
+
 def test_without_the_extra_it_says_so(run: Callable[..., Program]) -> None:
     """The command is installed with the package; what it needs is not."""
-    done = run(f"import sys; sys.modules['typer'] = None\n{COMMAND}")
-    assert (done.returncode, done.err) == (1, "The command line needs typer: pip install typer rich psutil\n")
+    done = run(WITHOUT_THE_EXTRA + COMMAND)
+    assert (done.returncode, done.err) == (1, "The command line needs typer: pip install 'asyncloader[cli]'\n")
+
+
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_selftest_needs_no_extra(run: Callable[..., Program], forked: bool) -> None:
+    """Every promise is kept here, by workers that are started in every way that there is."""
+    guarded = COMMAND.replace("main()", 'if __name__ == "__main__": main()')
+    done = run(WITHOUT_THE_EXTRA + FORK_ONLY * forked + guarded, "doctor", "--selftest", "--json", timeout_s=60)
+    assert (done.returncode, done.err) == (0, ""), done.explain("")
+    found = json.loads(done.out)
+    assert found["ok"]
+    starts = ["fork"] if forked else ["fork", "spawn", "forkserver"]
+    assert list(found["checks"]) == [*(f"start by {name}" for name in starts), *PROMISES]
+    assert {check["result"] for check in found["checks"].values()} == {"ok"}
+
+
+def test_the_selftest_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batches that differ and errors are told, by the promise that they break; the exit code says so."""
+    monkeypatch.setattr(selftest, "_starts", dict)
+    batch = [torch.tensor([1]), torch.tensor([0.5])]
+    monkeypatch.setattr(selftest, "_loader", lambda *dataset, **options: [batch] * (1 + bool(options)))
+    assert not selftest.selftest(as_json=False)
+    about, *lines = capsys.readouterr().out.splitlines()
+    assert about.startswith("asyncloader ")
+    told = {line[:20].strip(): line[29:].strip() for line in lines}
+    assert list(told) == PROMISES
+    assert told["kill"] == "batches differ"
+    assert told["resume"].startswith("TypeError: ")
 
 
 def test_a_file_that_is_not_there_is_named() -> None:

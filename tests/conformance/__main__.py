@@ -18,10 +18,10 @@ from tests.conformance import comparison, differences, recording, suites
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 HEAD = """# What was compared with torch
 
-Each line is a test that runs on torch's DataLoader and on ours and checks that the results are equal. "Compared on"
-says with which settings of our loader: with torch's random streams ("ours"), with `async for`, or with our defaults.
-In a checkout, `python -m tests.conformance --write` generates this page from the tests, and `pytest --start-method
-spawn tests/conformance` runs the tests with spawned workers.
+Each behaviour below is a test that runs on torch's DataLoader and on ours, and checks that the results are equal: with
+torch's random streams, nearly always with our defaults too, and with `async for` where that may differ. In a checkout,
+`python -m tests.conformance --json` says of each what exactly is compared and on what, `--write` makes this page, and
+`pytest --start-method spawn tests/conformance` runs the tests with spawned workers.
 """
 
 

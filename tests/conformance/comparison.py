@@ -266,12 +266,12 @@ async def _take_async(loader: Any) -> list[Any]:
 
 
 def table(cases: Sequence[Case]) -> str:
-    """Write the list as a Markdown table."""
-    rows = [
-        f"| {case.topic} | {_in_words(case.name)} | {case.says} | {', '.join(case.subjects[1:])} |"
-        for case in sorted(cases, key=lambda case: (case.topic.strip("`_").lower(), case.name))
-    ]
-    return "\n".join(["| | what is the same | | compared on |", "|---|---|---|---|", *rows])
+    """Write the list as a Markdown table, a line for each topic; what each case says is in its docstring."""
+    by_topic: dict[str, list[str]] = {}
+    for case in sorted(cases, key=lambda case: (case.topic.strip("`_").lower(), case.name)):
+        by_topic.setdefault(case.topic, []).append(_in_words(case.name))
+    rows = [f"| {topic} | {'; '.join(names)} |" for topic, names in by_topic.items()]
+    return "\n".join(["| | what is the same |", "|---|---|", *rows])
 
 
 def _in_words(name: str) -> str:

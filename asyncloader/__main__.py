@@ -1,0 +1,5 @@
+"""``python -m asyncloader``: the command ``asyncloader``."""
+
+from asyncloader.cli import main
+
+main()

@@ -1,5 +1,0 @@
-"""``python -m asyncloader.cli``."""
-
-from asyncloader.cli import main
-
-main()
