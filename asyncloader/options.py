@@ -281,7 +281,7 @@ class Options:
     def seeds_each_sample(self) -> bool:
         """Whether the global generators are seeded for each sample: where they are made one after the other.
 
-        Where several are made at once, those that enter a `sample_seed` block are seeded there.
+        Where a worker process makes several at once, those that enter a `sample_seed` block are seeded there.
         """
         is_thread = self.num_workers > 0 and self.is_in_process
         return self.knows_places and not (is_thread or self.overlaps)
@@ -289,26 +289,18 @@ class Options:
     @property
     def seeds_generators(self) -> bool:
         """Whether generators that the dataset holds are seeded, for batches, samples or blocks."""
-        return self.seeds_each_batch or self.seeds_overlapping or self.knows_places
+        return self.seeds_each_batch or self.knows_places
 
     @property
     def seeds_overlapping(self) -> bool:
-        """Whether samples that overlap have draws of their own: coroutines that have a process for themselves."""
-        return self._overlap_seeded and self.is_async and not self.is_in_process
+        """Whether coroutines have draws of their own, by step: in a worker process, whose generators are theirs."""
+        return self.knows_places and self.is_async and not self.is_in_process
 
     @property
     def shares_generators(self) -> bool:
         """Whether samples that overlap share the generators, with each other (threads) or with the trainer."""
-        return self._overlap_seeded and not self.seeds_overlapping
-
-    @property
-    def _overlap_seeded(self) -> bool:
-        return self.overlaps and self.seeding != "worker" and not self.is_iterable
-
-    @property
-    def seeds_here(self) -> bool:
-        """Whether samples may seed the global generators of this process, in blocks or one after the other."""
-        return self.knows_places and self.is_in_process
+        is_promised = self.overlaps and self.seeding != "worker" and not self.is_iterable
+        return is_promised and not self.seeds_overlapping
 
     @property
     def start_context(self) -> BaseContext:

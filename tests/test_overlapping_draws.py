@@ -7,17 +7,12 @@ runs after which depends on how many are in flight and on which worker they are.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
-import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import Value
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader import DataLoader, sample_rng, sample_seed
-from asyncloader.seeding import turns as blocks
 from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, steps
@@ -62,13 +56,10 @@ class Programs:
 
     Args:
         seed: Of the programs; not of what they draw.
-        quiet: So many samples draw nothing.
     """
 
-    def __init__(self, seed: int, quiet: int = 0) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.quiet = quiet
-        self.calls = Value("i", 0)
         self.own = np.random.default_rng(seed)
         self.shift = random.Random(seed)
 
@@ -76,11 +67,9 @@ class Programs:
         return LENGTH
 
     async def __getitem__(self, index: int) -> Any:
-        with self.calls.get_lock():
-            self.calls.value += 1
-        return index, await self._run(random.Random(self.seed * 1000 + index), index >= self.quiet, depth=0)
+        return index, await self._run(random.Random(self.seed * 1000 + index), depth=0)
 
-    async def _run(self, chooses: random.Random, draws: bool, depth: int) -> list[Any]:
+    async def _run(self, chooses: random.Random, depth: int) -> list[Any]:
         found: list[Any] = []
         for _ in range(chooses.randint(1, 5)):
             choice = chooses.choice(
@@ -94,11 +83,9 @@ class Programs:
             elif choice in ("tasks", "in time"):
                 inner = [random.Random(chooses.random()) for _ in range(2 if depth < 2 else 0)]
                 if choice == "tasks":
-                    found += await asyncio.gather(*(self._run(each, draws, depth + 1) for each in inner))
+                    found += await asyncio.gather(*(self._run(each, depth + 1) for each in inner))
                 elif inner:
-                    found.append(await asyncio.wait_for(self._run(inner[0], draws, depth + 1), 60))
-            elif not draws:
-                continue
+                    found.append(await asyncio.wait_for(self._run(inner[0], depth + 1), 60))
             elif choice == "block":
                 found.append(in_a_block())
             elif choice == "thread":
@@ -114,7 +101,8 @@ class Programs:
 
 def run(dataset: Any, state: Any = None, stop: int | None = None, **options: Any) -> Any:
     """Return the batches of an epoch, or of its beginning, with the state there."""
-    options = {"batch_size": 4, "shuffle": True, "collate_fn": list, "num_workers": 1} | options
+    common = {"batch_size": 4, "shuffle": True, "collate_fn": list, "num_workers": 1, "seeding": "sample"}
+    options = common | options
     with left_alone():
         torch.manual_seed(3)
         loader = DataLoader(dataset, **options)
@@ -131,30 +119,25 @@ def run(dataset: Any, state: Any = None, stop: int | None = None, **options: Any
 @settings(max_examples=effort.examples(9), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    seeding=st.sampled_from(["batch", "sample"]),
     num_workers=st.integers(1, 2),
     concurrency=st.sampled_from([1, 3, 64]),
-    quiet=st.sampled_from([0, 45]),
     stop=st.integers(1, 14),
 )
-def test_draws_depend_on_the_seed_alone(
-    seed: int, seeding: Any, num_workers: int, concurrency: int, quiet: int, stop: int
-) -> None:
+def test_draws_depend_on_the_seed_alone(seed: int, num_workers: int, concurrency: int, stop: int) -> None:
     """Not on the number of workers, nor on what else is in flight; a resume at any batch gives the same."""
-    options: dict[str, Any] = {"seeding": seeding}
-    expected = run(Programs(seed, quiet), **options)
+    expected = run(Programs(seed))
     others = {"num_workers": num_workers, "concurrency": concurrency}
-    assert run(Programs(seed, quiet), **options, **others) == expected
-    begun, state = run(Programs(seed, quiet), **options, **others, stop=stop)
-    assert begun + run(Programs(seed, quiet), state, **options) == expected
+    assert run(Programs(seed), **others) == expected
+    begun, state = run(Programs(seed), **others, stop=stop)
+    assert begun + run(Programs(seed), state) == expected
 
 
 @settings(max_examples=effort.examples(6), deadline=None)
 @given(seed=st.integers(0, 10**6), batch_size=st.integers(1, 9))
 def test_by_sample_they_do_not_depend_on_the_batch_size_either(seed: int, batch_size: int) -> None:
     """They are what each sample draws where it is made alone."""
-    expected = [sample for batch in run(Programs(seed), seeding="sample") for sample in batch]
-    found = run(Programs(seed), seeding="sample", batch_size=batch_size, num_workers=2)
+    expected = [sample for batch in run(Programs(seed)) for sample in batch]
+    found = run(Programs(seed), batch_size=batch_size, num_workers=2)
     assert [sample for batch in found for sample in batch] == expected
 
 
@@ -175,33 +158,23 @@ def test_a_plain_dataset_draws_the_same_by_sample() -> None:
             await turns(index % 5)
             return index, one, np.random.rand(), torch.rand(()).item()
 
-    expected = run(Plain(), seeding="sample", num_workers=0)
-    assert run(Async(), seeding="sample", num_workers=2) == run(Plain(), seeding="sample") == expected
-
-
-@pytest.mark.parametrize("quiet", [LENGTH, 45])
-def test_samples_are_asked_for_twice_only_where_late_ones_draw(quiet: int) -> None:
-    """Those in flight with the first that draws; in a run that draws nothing, none."""
-    dataset = Programs(5, quiet)
-    run(dataset, concurrency=8, shuffle=False)
-    assert dataset.calls.value - LENGTH in range(0 if quiet == LENGTH else 1, 1 if quiet == LENGTH else 9)
+    expected = run(Plain(), num_workers=0)
+    assert run(Async(), num_workers=2) == run(Plain()) == expected
 
 
 def test_whole_batches_have_draws_of_their_own() -> None:
-    """Of `__getitems__`, of what it leaves to be awaited, and of collate_fn."""
+    """Of `__getitems__`, and of collate_fn."""
 
     class Batches:
+        collated = True
+
         def __len__(self) -> int:
             return LENGTH
 
         async def __getitems__(self, indices: list[int]) -> Any:
             first = random.random()
             await turns(indices[0] % 7)
-            return [self._one(index, first + random.random()) for index in indices]
-
-        async def _one(self, index: int, number: float) -> Any:
-            await turns(index % 5)
-            return index, number, random.random()
+            return [(index, first + random.random()) for index in indices]
 
     def collate(samples: list[Any]) -> Any:
         return samples, random.random()
@@ -229,9 +202,8 @@ def alone(program: Callable[[], Any], number: int) -> Any:
 @given(
     programs=st.lists(st.lists(st.sampled_from([*DRAWS, "wait", "wait"]), max_size=8), min_size=1, max_size=9),
     order=st.integers(0, 10**6),
-    quiet=st.integers(1, 4),
 )
-def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]], order: int, quiet: int) -> None:
+def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]], order: int) -> None:
     """By hand: which sample goes on, or begins, is drawn."""
     chooses = random.Random(order)
 
@@ -241,7 +213,7 @@ def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]
             found.append(await asyncio.sleep(0) if choice == "wait" else DRAWS[choice]())
         return found
 
-    with left_alone(), mock.patch("asyncloader.seeding.switch._QUIET", quiet):
+    with left_alone():
         expected = [alone(lambda each=each: sample(each), number) for number, each in enumerate(programs)]
         switch = GeneratorSwitch(Seeder((1, 2, 3)))
         left = dict(enumerate(programs))
@@ -250,76 +222,13 @@ def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]
         while left:
             number = chooses.choice(sorted(left))
             if number not in going:
-                draws = SampleDraws(number, 0)
-                going[number] = draws, steps(switch, draws, sample(left[number]))
-            draws, coroutine = going[number]
+                going[number] = steps(switch, SampleDraws(number, 0), sample(left[number]))
             try:
-                coroutine.send(None)
+                going[number].send(None)
             except StopIteration as end:
-                del going[number]
-                if not switch.is_void(draws.watch):  # otherwise once more
-                    found[number] = end.value
-                    del left[number]
+                found[number] = end.value
+                del going[number], left[number]
     assert [found[number] for number in range(len(programs))] == expected
-
-
-def quiet_steps(switch: GeneratorSwitch) -> None:
-    """Make samples that draw nothing, until steps are left alone."""
-    while switch.watch is None:
-        with pytest.raises(StopIteration):
-            steps(switch, SampleDraws(0, 0), turns(0)).send(None)
-
-
-@pytest.mark.parametrize("ends", ["task", "thrown", "collation"])
-def test_a_late_draw_is_seen_whatever_comes_before_the_sample_is_there(ends: str) -> None:
-    """A step of a task that began before, an exception that reaches another sample, a batch that is collated."""
-
-    async def late() -> float:
-        number = random.random()
-        await asyncio.sleep(0)
-        return number
-
-    with left_alone():
-        switch = GeneratorSwitch(Seeder((1, 2, 3)))
-        other = SampleDraws(1, 0)
-        task = steps(switch, other.of_task() if ends == "task" else other, turns(2))
-        task.send(None)
-        quiet_steps(switch)
-        draws = SampleDraws(2, 0)
-        sample = steps(switch, draws, late())
-        sample.send(None)
-        if ends == "task":
-            task.send(None)
-        elif ends == "thrown":
-            with pytest.raises(KeyError):
-                task.throw(KeyError())
-        else:
-            with switch.seeded(3, 0):
-                pass
-        with pytest.raises(StopIteration):
-            sample.send(None)
-        assert switch.is_void(draws.watch)
-
-
-def test_a_sample_is_made_once_more_if_its_task_drew_late() -> None:
-    """The sample itself has not gone on since steps were left alone."""
-
-    async def late() -> float:
-        await asyncio.sleep(0)
-        return random.random()
-
-    with left_alone():
-        switch = GeneratorSwitch(Seeder((1, 2, 3)))
-        draws = SampleDraws(1, 0)
-        waits = steps(switch, draws, turns(1))
-        task = steps(switch, draws.of_task(), late())
-        for each in (waits, task):
-            each.send(None)
-        quiet_steps(switch)
-        for each in (task, waits):
-            with pytest.raises(StopIteration):
-                each.send(None)
-        assert switch.is_void(draws.watch)
 
 
 def test_draws_beside_blocks_of_threads_depend_on_the_seed_alone() -> None:
@@ -339,29 +248,6 @@ def test_draws_beside_blocks_of_threads_depend_on_the_seed_alone() -> None:
         assert run(Mixed(), shuffle=False, **options) == expected
 
 
-class BlockingLoop:
-    """Coroutines that wait for a thread of theirs without an await, though not for long, or for a block in there."""
-
-    def __init__(self, in_thread: Callable[[], Any]) -> None:
-        self.in_thread = in_thread
-
-    def __len__(self) -> int:
-        return 2 * LENGTH
-
-    async def __getitem__(self, index: int) -> Any:
-        await turns(1)
-        with ThreadPoolExecutor(1) as pool:
-            return index, pool.submit(contextvars.copy_context().run, self.in_thread).result()
-
-
-def test_a_coroutine_that_blocks_the_loop_on_a_block_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for ever: the block waits for the end of its step. Other threads of coroutines are no matter."""
-    monkeypatch.setattr(blocks, "_PATIENCE_S", 0.2)  # as workers have it, which are forked
-    with pytest.raises(RuntimeError, match="Await the thread"):
-        run(BlockingLoop(in_a_block), concurrency=3)
-    assert len(run(BlockingLoop(os.getpid), concurrency=3)) == 2 * LENGTH // 4
-
-
 def test_a_sample_that_raises_or_is_cancelled_leaves_the_others_alone() -> None:
     """Its last step ends like any other."""
 
@@ -378,7 +264,6 @@ def test_a_sample_that_raises_or_is_cancelled_leaves_the_others_alone() -> None:
     with left_alone():
         expected = alone(waits, 7)
         switch = GeneratorSwitch(Seeder((1, 2, 3)))
-        switch.stay_seeded()
         good = steps(switch, SampleDraws(7, 0), waits())
         bad = [steps(switch, SampleDraws(number, 0), fails()) for number in (1, 2)]
         for each in (*bad, good):
@@ -413,21 +298,22 @@ def logged(tmp_path: Path) -> Iterator[Path]:
     handler.close()
 
 
-SHARED = "Samples that are fetched at the same time draw from the global random generators"
+SHARED = "Samples that are fetched at the same time draw from random generators"
 ELSEWHERE = "Something draws from the random generators of this worker while no sample runs on its loop"
 
 
 class Blocking:
     """A plain dataset: draws as it is told."""
 
-    def __init__(self, draw: Callable[[], Any]) -> None:
+    def __init__(self, draw: Callable[[], Any], late: int = 0) -> None:
         self.draw = draw
+        self.late = late
 
     def __len__(self) -> int:
         return LENGTH
 
     def __getitem__(self, index: int) -> Any:
-        return index, self.draw()
+        return index, self.draw() if index >= self.late else 0.0
 
 
 class Awaiting(Blocking):
@@ -435,34 +321,66 @@ class Awaiting(Blocking):
 
     async def __getitem__(self, index: int) -> Any:
         await turns(3)
-        return index, self.draw()
+        return super().__getitem__(index)
+
+
+def beside_a_block() -> float:
+    """Draw in a block, and outside of it."""
+    return in_a_block() + random.random()
 
 
 @pytest.mark.usefixtures("unwarned")
-def test_threads_that_draw_are_warned_of_once(logged: Path) -> None:
-    """By one worker, with the way out."""
-    run(Blocking(random.random), concurrency=4, num_workers=2)
+@pytest.mark.parametrize(
+    ("dataset", "draw", "options"),
+    [
+        (Blocking, random.random, {"num_workers": 2}),
+        (Blocking, np.random.rand, {"seeding": "sample"}),
+        (Blocking, beside_a_block, {"seeding": "sample"}),
+        (Awaiting, random.random, {"num_workers": 2}),
+        (Awaiting, DRAWS["torch"], {}),
+        (Awaiting, None, {}),
+    ],
+    ids=["threads", "threads, by sample", "threads, beside blocks", "coroutines", "torch", "its own generator"],
+)
+def test_samples_that_share_generators_and_draw_are_warned_of_once(
+    dataset: Any, draw: Any, options: dict[str, Any], logged: Path
+) -> None:
+    """By one worker, with the way out: also where only a late sample draws."""
+    data = dataset(draw, late=40)
+    data.own = random.Random(3)
+    if draw is None:
+        data.draw = lambda: data.own.random()
+    run(data, **{"seeding": "batch", "concurrency": 4} | options)
     told = logged.read_text()
     assert told.count(SHARED) == 1
     assert "asyncloader.sample_rng()" in told
+    assert 'seeding="sample"' in told
 
 
 @pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize(
     ("draw", "options"),
     [
-        (lambda: sample_rng().random(), {}),
-        (lambda: 0.0, {}),
-        (in_a_block, {"seeding": "sample"}),
+        (lambda: sample_rng().random(), {"seeding": "batch"}),
+        (lambda: 0.0, {"seeding": "batch"}),
+        (in_a_block, {}),
         (random.random, {"seeding": "worker"}),
         (random.random, {"concurrency": None}),
     ],
     ids=["sample_rng", "nothing", "in blocks", "as torch", "one at a time"],
 )
 def test_nothing_is_said_where_nothing_is_wrong(draw: Any, options: dict[str, Any], logged: Path) -> None:
-    """Or where it was asked for."""
+    """Or where it was asked for; the trainer has drawn before."""
+    random.random()
     run(Blocking(draw), **({"concurrency": 4} | options))
     assert SHARED not in logged.read_text()
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_coroutines_with_draws_of_their_own_are_not_warned_of(logged: Path) -> None:
+    """In a worker process, with seeding="sample"."""
+    run(Awaiting(random.random), num_workers=2)
+    assert not logged.read_text()
 
 
 @pytest.mark.usefixtures("unwarned")
@@ -477,7 +395,8 @@ def test_nothing_is_said_where_nothing_is_wrong(draw: Any, options: dict[str, An
 def test_in_the_trainers_process_a_draw_is_warned_of_once(
     dataset: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The generators are the trainer's there."""
+    """The generators are the trainer's there, under either seeding."""
+    options |= {"seeding": "sample" if dataset is Awaiting else "batch"}
     with caplog.at_level(logging.WARNING, "asyncloader"):
         run(dataset(lambda: 0.0), **options)
         assert SHARED not in caplog.text

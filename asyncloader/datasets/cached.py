@@ -26,7 +26,7 @@ from asyncloader.machine import available_bytes
 from asyncloader.protocols import is_async, is_async_iterable, is_resource, members
 from asyncloader.seeding.generators import GLOBAL, check_of
 from asyncloader.seeding.own_generators import generators_of
-from asyncloader.seeding.turns import sample_seed
+from asyncloader.seeding.turns import may_seed, sample_seed
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -169,7 +169,8 @@ class CachedDataset(ByNumber[T_co]):
     def _transformed(self, sample: Any) -> Any:
         if self.transform is None:
             return sample
-        with sample_seed():  # so what it draws does not depend on whether the sample was kept
+        # So what it draws does not depend on whether the sample was kept.
+        with sample_seed() if may_seed() else contextlib.nullcontext():
             return self.transform(sample)
 
     @contextlib.contextmanager

@@ -97,8 +97,9 @@ class WorkerSpec:
         seeds_each_batch: Seed the global generators for each batch.
         seeds_each_sample: Seed them for each sample, which are made one after the other.
         knows_places: Random numbers depend on the sample, so the samples of a batch are asked for one by one.
-        seeds_overlapping: Samples that are fetched at once have draws of their own, in a process of their own.
-        shares_generators: They have not, although the loader seeds: they share generators.
+        seeds_overlapping: Coroutines have draws of their own, by step.
+        shares_generators: Samples that are fetched at once share generators, although the loader seeds: so draws are
+            warned of.
         samples_at_once: How many samples one worker fetches at once.
         snapshot_every: Batches from one snapshot of the dataset's state to the next at least; 0 for none.
         keeps_dataset: The worker, and its dataset, are there for the next run too.

@@ -37,7 +37,6 @@ from asyncloader.run.merged_workers import for_workers_of
 from asyncloader.run.plan import order_generators
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
-from asyncloader.run.seeding_epochs import SeedingEpochs
 from asyncloader.run.state import LoaderState
 from asyncloader.run.torchdata_state import read_state
 from asyncloader.worker.data_pipes import one_walks, shard
@@ -125,9 +124,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         self._options = options
         self._runs = runs
         self._lock, self._pid = threading.Lock(), os.getpid()
-        self._seeding = SeedingEpochs()
-        if options.seeds_here:
-            self._seeding.end_with(self)
         iterators_here.add(self)
 
     @property
@@ -169,8 +165,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         self._checkpointer = start.checkpointer
         start.plan.end_with(self)
         self._keys_arrive = start.plan.arrives
-        if self._options.seeds_here:
-            self._seeding.begin(start.checkpointer.key)
         self._base_seed = start.checkpointer.base_seed
         self._shared_seed = start.checkpointer.shared_seed
         self._sampler_iter = start.plan

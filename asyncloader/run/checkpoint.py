@@ -23,7 +23,6 @@ from asyncloader.run.rng_snapshot import OrderDraw
 from asyncloader.run.set_epochs import counted_epochs
 from asyncloader.run.state import LoaderState
 from asyncloader.seeding.own_generators import Key
-from asyncloader.seeding.sample_context import EpochKey
 
 log = logging.getLogger("asyncloader")
 
@@ -57,7 +56,7 @@ class Checkpointer:
     options: Options
     progress: Progress
     order: OrderDraw
-    key: EpochKey
+    key: tuple[int, int, int]
     epoch: int
     generators: dict[str, Key]
     shared_seed: int | None

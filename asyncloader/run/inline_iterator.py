@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -48,7 +48,6 @@ from asyncloader.run.run_start import RunStart, reads_again
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
 from asyncloader.seeding.generators import GLOBAL, check_of, left_alone
-from asyncloader.seeding.turns import alone, exclusive_draws, untouched
 from asyncloader.worker.batch_maker import BatchMaker, Host
 from asyncloader.worker.job import NoGoodSample
 
@@ -69,17 +68,6 @@ class InlineHost(Host):
         No handler raises CancelledError.
         """
         return not isinstance(error, (Exception, asyncio.CancelledError))
-
-
-def _checks() -> list[int]:
-    with untouched():
-        return list(map(check_of, GLOBAL))
-
-
-@contextlib.contextmanager
-def _left_alone(generators: Iterable[Any]) -> Iterator[None]:
-    with untouched(), left_alone(generators):
-        yield
 
 
 class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
@@ -112,7 +100,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         maker = self._make_maker(start)
         make: Callable[[int, Any], Any] = maker.make
         if options.seeds_each_sample:
-            make = partial(_make_alone, partial(alone, made.key, maker.seeder.own), make)
+            make = partial(_make_alone, (*GLOBAL, *maker.seeder.own), make)
         if options.knows_places:
             make = partial(_make_placed, made.progress.placed, make)
         if self._pinned_for is not None:
@@ -140,11 +128,11 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         generators. So these are put back afterwards, but for those that the state itself has set. A stream that is read
         again from its beginning has its order drawn again.
         """
-        options, checks, kept = self._options, _checks(), list(GLOBAL)
+        options, checks, kept = self._options, list(map(check_of, GLOBAL)), list(GLOBAL)
         order = start.checkpointer.order if reads_again(self._options, start.starts) else None
 
         def aside() -> contextlib.AbstractContextManager[None]:
-            return order.first() if order is not None and order.is_due else _left_alone(kept)
+            return order.first() if order is not None and order.is_due else left_alone(kept)
 
         # torch's own fetcher has begun to iterate, which a dataset may count; but before the dataset was in its state.
         is_begun = options.is_iterable and not (start.starts and start.starts[0].snapshot)
@@ -153,10 +141,9 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
         def open_source(dataset: Any) -> None:
             maker.open_fetcher(dataset, iterator)
-            kept[:] = [each for each, before, now in zip(GLOBAL, checks, _checks(), strict=True) if before == now]
+            kept[:] = [each for each, before in zip(GLOBAL, checks, strict=True) if check_of(each) == before]
 
-        with exclusive_draws():  # a state of the dataset may set global generators
-            maker.begin(start.checkpointer.epoch_spec(0, start.starts), open_source)
+        maker.begin(start.checkpointer.epoch_spec(0, start.starts), open_source)
         if maker.failure is not None:
             raise maker.failure
         return maker
@@ -232,9 +219,13 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             if keys is END or keys is VOID:
                 self._pass_over(keys)
                 return
-            if not thread.has_begun:
-                self._maker.pause_with(Pause())
-            thread.ask(self._progress.read - 1, keys)
+            number = self._progress.read - 1
+            if self._options.seeds_each_sample:  # on a thread, samples would seed what draws in this one
+                thread.make_here(number, keys)
+            else:
+                if not thread.has_begun:
+                    self._maker.pause_with(Pause())
+                thread.ask(number, keys)
         while (made := thread.made) is None:
             await self._wait()
             if thread is not self._thread:  # a state was loaded meanwhile
@@ -365,7 +356,6 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             return
         self.leave()
         self._thread.join(3.0)
-        self._seeding.end()
 
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
@@ -386,9 +376,9 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             self._lock.release()
 
 
-def _make_alone(aside: Callable[[], Any], make: Callable[[int, Any], Any], number: int, keys: Any) -> Any:
-    """Make a batch whose samples seed the global generators, which stay the trainer's."""
-    with aside():
+def _make_alone(generators: Iterable[Any], make: Callable[[int, Any], Any], number: int, keys: Any) -> Any:
+    """Make a batch whose samples seed these generators, which stay the trainer's."""
+    with left_alone(generators):
         return make(number, keys)
 
 

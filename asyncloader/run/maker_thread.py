@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from asyncio import CancelledError
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter, sleep
@@ -55,6 +56,15 @@ class MakerThread:
             self._thread = threads.start(partial(self._serve, Modes.of_this_thread()), "asyncloader fetch")
         self.is_asked = True
         self._asked.put((number, keys))
+
+    def make_here(self, number: int, keys: Any) -> None:
+        """Make a batch in the calling thread. After an interrupt, nothing was asked for."""
+        made: tuple[Any, BaseException | None]
+        try:
+            made = self._make(number, keys), None
+        except (Exception, CancelledError) as error:
+            made = NOTHING, error
+        self.made, self.is_asked = made, True
 
     def end_with(self, iterator: object) -> None:
         """End the thread when this is dropped. A method of C is called then, which no signal's handler can leave."""

@@ -33,7 +33,6 @@ from asyncloader.run.random_order import Batches, RandomOrder, indices, skip
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
-from asyncloader.seeding.turns import exclusive_draws
 
 log = logging.getLogger("asyncloader")
 
@@ -131,8 +130,6 @@ class Plan:
         self._order = order
         may_draw = not (self.arrives or self._is_elastic or all(map(draws_once, samplers_within(index_sampler))))
         self._may_draw = may_draw  # while it is read, from global generators
-        # Blocks of samples, while the sampler is read.
-        self._keeps_out = not self.arrives
         self._is_simple = self.arrives and order is None  # it draws nothing when it is read
         self._is_stateful: bool | None = None  # known when the iterator within is there
         self._has_state = False
@@ -170,11 +167,10 @@ class Plan:
         if self.keys is NOTHING:
             # The sampler may draw, or is to draw its order now. Such answers are counted.
             self._is_answer = not self._is_simple
-            with exclusive_draws() if self._keeps_out else nullcontext() as drawing, self._drawing():
+            with self._drawing():
                 self._ask()
                 self._count()  # which may take the sampler's state
             self._is_simple = not self._may_draw
-            self._keeps_out = drawing is not None and self._may_draw and not drawing.overstayed
             self._is_quick = self._is_simple and not (self._is_noted or self._done)
         elif self._is_new:
             self._count()
@@ -316,7 +312,7 @@ class Plan:
             states: The states of the sampler, which has loaded its own, and of its iterator.
             batches: How many to leave out from there.
         """
-        with exclusive_draws(), self._order.first() if self._order else nullcontext():
+        with self._order.first() if self._order else nullcontext():
             if self._takes_apart:
                 self._begin_inner()
                 batches *= self._index_sampler.batch_size
@@ -399,8 +395,7 @@ def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Seq
     tell(samplers_within(index_sampler), epochs)
     sampler = stateful_sampler(index_sampler)
     if sampler is not None and states is not None and states["sampler"] is not None:
-        with exclusive_draws():  # it may set global generators
-            sampler.load_state_dict(states["sampler"])
+        sampler.load_state_dict(states["sampler"])
 
 
 def load_early(options: Options, state: LoaderState) -> None:
@@ -428,8 +423,7 @@ def own_state(index_sampler: Any) -> Frozen | None:
     if sampler is None:
         return None
     try:
-        with exclusive_draws():  # it may be that of a global generator
-            return Frozen({"sampler": bare_state(sampler), "iterator": None})
+        return Frozen({"sampler": bare_state(sampler), "iterator": None})
     except Exception:
         log.warning("The state of the sampler could not be taken: it is not in states of the loader.", exc_info=True)
         return None

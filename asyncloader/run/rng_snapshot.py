@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import repeat, zip_longest
 from time import perf_counter
@@ -47,7 +47,6 @@ from asyncloader.seeding.generators import (
     set_state,
     state_of,
 )
-from asyncloader.seeding.turns import untouched
 
 DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
 DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
@@ -85,44 +84,36 @@ class RNGSnapshot:
         generators += [each for each in GLOBAL if others or reads_stream if not any(each is own for own in generators)]
         self._generators = generators
         self.is_global = [any(own is each for each in GLOBAL) for own in generators]
-        self._untouched: Callable[[], AbstractContextManager[Any]] = (
-            untouched if any(self.is_global) else nullcontext
-        )  # other generators are nobody's in between
 
     def __len__(self) -> int:
         return len(self._generators)
 
     def capture(self) -> list[Any]:
         """Take the generators' states as they are: 1 us, and 40 where Python's and numpy's count."""
-        with self._untouched():
-            return [state_of(each) for each in self._generators]
+        return [state_of(each) for each in self._generators]
 
     def restore(self, states: list[Any], where: list[bool] | None = None) -> None:
         """Set the generators, or those of them that ``where`` names, to states that were captured."""
-        with self._untouched():
-            for generator, state, is_meant in zip(self._generators, states, where or repeat(True), strict=False):
-                if is_meant:
-                    set_state(generator, state)
+        for generator, state, is_meant in zip(self._generators, states, where or repeat(True), strict=False):
+            if is_meant:
+                set_state(generator, state)
 
     def check(self) -> list[int]:
         """Return numbers that tell states of global generators from others, 0 for others' generators.
 
         2 us, and 50 where Python's and numpy's count.
         """
-        with self._untouched():
-            pairs = zip(self._generators, self.is_global, strict=True)
-            return [check_of(each) if is_global else 0 for each, is_global in pairs]
+        pairs = zip(self._generators, self.is_global, strict=True)
+        return [check_of(each) if is_global else 0 for each, is_global in pairs]
 
     def marks(self) -> list[Mark]:
         """Return what tells `is_seeded_since` what the generators are now."""
-        with self._untouched():
-            return list(map(mark_of, self._generators))
+        return list(map(mark_of, self._generators))
 
     def set_since(self, marks: list[Mark | None]) -> list[bool]:
         """Return which of the generators were seeded since these marks, or had been set before them: None."""
-        with self._untouched():
-            pairs = zip(self._generators, marks, strict=False)
-            return [mark is None or is_seeded_since(generator, mark) for generator, mark in pairs]
+        pairs = zip(self._generators, marks, strict=False)
+        return [mark is None or is_seeded_since(generator, mark) for generator, mark in pairs]
 
     def differ(self, states: list[Any], others: list[Any]) -> list[bool]:
         """Return which of the generators' states are other ones."""

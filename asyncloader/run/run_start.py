@@ -32,8 +32,6 @@ from asyncloader.run.set_epochs import counting
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import ResumableSampler
 from asyncloader.seeding.own_generators import GeneratorKeys, Key
-from asyncloader.seeding.sample_context import EpochKey
-from asyncloader.seeding.turns import exclusive_draws
 from asyncloader.worker.gather import gathers
 
 log = logging.getLogger("asyncloader")
@@ -105,8 +103,7 @@ def begin(
     # Before the order is drawn: the dataset may hold the generator that it is drawn from.
     generators = _generator_keys(options, state, runs, epoch)
     loaded = rng.capture()  # a sampler's state may have set its own
-    with exclusive_draws():
-        drawn = draw()
+    drawn = draw()
     there = state or LoaderState(epoch=epoch, position=drawn.num_yielded, drawn=drawn.num_yielded, sample=-1)
     if state is None and drawn.num_yielded:  # a patch of torch's constructor has read the sampler
         at_iter = loaded = before
@@ -118,7 +115,7 @@ def begin(
             order.resume(state, before, check, rng.differ(at_iter, loaded))
     had_seed = left.checkpointer if left is not None and options.persistent_workers else last
     reruns = there.reruns if there.keeps_seed or had_seed is None else had_seed.key[1] + 1
-    key = EpochKey((drawn.base_seed, reruns, data_rank(options)))
+    key = (drawn.base_seed, reruns, data_rank(options))
     progress = _progress(options, there, key, _known(options, starts, last))
     progress.begin_after(samplers._replace(drawn=there.drawn))
     # A stream that this process reads draws nothing at the first key; its state may have set the generators.
@@ -151,8 +148,7 @@ def _put_anew(
 ) -> tuple[list[Any], SamplerState]:
     """Have samplers begin an epoch; return where the generators are when they are iterated over, and the samplers."""
     if prepare is not None:  # it draws the base seed; so generators are looked at after it
-        with exclusive_draws():
-            prepare()
+        prepare()
     latest = runs.run()
     if latest is not None and latest.progress.finished:
         runs.set_epochs.warn_of_same_order(options, [*latest.sampler_epochs, *latest.dataset_epochs])
@@ -182,8 +178,7 @@ def _put_back(
     """
     at_iter, states = _rewind(options, state, runs, rng), unplain(state.samplers)
     if prepare is not None:
-        with exclusive_draws():
-            prepare()
+        prepare()
         if state.keeps_seed:
             rng.restore(at_iter)
         else:
@@ -202,8 +197,7 @@ def _put_back(
     starts = _starts(options, state, news)
     if starts is not None and options.is_inline and state.is_between_runs and _has_dataset(options, starts[0]):
         # Before anything of the run is drawn: the dataset's state may set a global generator.
-        with exclusive_draws():
-            options.dataset.load_state_dict(starts[0].snapshot["dataset"])
+        options.dataset.load_state_dict(starts[0].snapshot["dataset"])
         tell(listeners(options.dataset), news)
         starts = {0: WorkerStart()}
     return at_iter, samplers, starts
@@ -244,8 +238,7 @@ def _repeat_passes(options: Options, state: LoaderState, runs: Runs) -> None:
     chosen = runs.set_epochs.since_load(options)
     load_samplers(index_sampler, states, ())
     for number, answers in enumerate(state.passes):
-        with exclusive_draws():
-            keys = iter(index_sampler)
+        keys = iter(index_sampler)
         # An iterator that follows consumers goes on where they are, and waits for what comes. One that was not read has
         # not iterated over the sampler within, if it is torch's.
         if answers and not hasattr(keys, "follow"):
@@ -268,8 +261,7 @@ def _generator_keys(options: Options, state: LoaderState | None, runs: Runs, epo
 
 def draw_seed(options: Options) -> int:
     """Draw a base seed as torch's iterator does."""
-    with exclusive_draws():
-        return int(torch.empty((), dtype=torch.int64).random_(generator=options.generator).item())
+    return int(torch.empty((), dtype=torch.int64).random_(generator=options.generator).item())
 
 
 def _as_saved(options: Options, there: LoaderState, drawn: Drawn, rng: RNGSnapshot, loaded: list[Any]) -> Drawn:
@@ -286,8 +278,7 @@ def _as_saved(options: Options, there: LoaderState, drawn: Drawn, rng: RNGSnapsh
     has_drawn_more = there.is_between_runs and there.keeps_seed and options.is_inline
     if drawn.num_yielded or has_drawn_more:  # otherwise samplers are iterated over once: they may count that
         rng.restore(loaded)
-        with exclusive_draws():
-            drawn = drawn._replace(keys=iter(options.index_sampler))
+        drawn = drawn._replace(keys=iter(options.index_sampler))
         if not there.keeps_seed and (options.is_inline or there.position):
             draw_seed(options)
     if there.base_seed is not None:

@@ -161,12 +161,10 @@ class WorkerIterator(BaseIterator[T_co]):
         """Have consumers take from a run that has begun."""
         self._run, self.is_closed, self._face, self._pass = run, False, "", None  # the next call decides the face
         self._meter = self._runs.meter = run.meter
-        self._seeding.end(run.epoch.key, others=True)
 
     def _restart(self, loader: Any, state: LoaderState) -> None:
         self._run.leave()
         self.leave()
-        self._seeding.end()
         if (options := self._options).is_auto:
             number = state.num_workers or len(self._engine.workforce.wanted)
             self._options = replace(options, num_workers=AutoWorkers(min(number, options.most_waiting)))
@@ -350,10 +348,8 @@ class WorkerIterator(BaseIterator[T_co]):
             run.progress.note_end()
             raise
         finally:
-            if run.all_taken:
-                if not self._persistent_workers:
-                    self._engine.request_close()  # the workers may go
-                self._seeding.end(run.epoch.key)  # samples of a batch that was given up may still be in work
+            if run.all_taken and not self._persistent_workers:
+                self._engine.request_close()  # the workers may go
         return None
 
     def _give(self, run: Run, item: Item, asked_at: float, came_at: float, *, in_async_for: bool = False) -> Any:
@@ -437,7 +433,6 @@ class WorkerIterator(BaseIterator[T_co]):
             self._engine.request_close()
 
     def _wait_closed(self) -> None:
-        self._seeding.end()
         self._engine.wait_closed(END_GRACE_S + 1.0)
 
     def _shutdown_workers(self) -> None:

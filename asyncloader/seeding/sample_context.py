@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,20 +27,6 @@ _BEFORE_SAMPLES = 3
 _WORD = (1 << 32) - 1
 
 
-class EpochKey(tuple[int, int, int]):
-    """The numbers that seed an epoch: base seed, how many runs had it before, rank.
-
-    A base seed is drawn for each run, and tells runs apart. Persistent workers keep theirs, and count.
-
-    The run and all its samples in this process share one object, whose copies elsewhere are just numbers.
-
-    Attributes:
-        is_over: The run has ended: its samples may not seed the global generators any more.
-    """
-
-    is_over = False
-
-
 class Placed(NamedTuple):
     """The keys of a batch that knows where in the epoch it is, under ``seeding="sample"``.
 
@@ -52,6 +39,38 @@ class Placed(NamedTuple):
     first: int
 
 
+class Steps:
+    """What is done around the steps of samples that are made at the same time: here nothing. See `switch.py`.
+
+    Attributes:
+        is_on: Steps of samples that begin now are to be begun and ended.
+    """
+
+    is_on = False
+
+    def begin(self, draws: Any) -> None:
+        """Begin a step of a sample."""
+
+    def end(self, draws: Any, *, is_last: bool) -> None:
+        """End it; the last step of the sample, or of its task."""
+
+    def seeded(self, number: int, part: int) -> AbstractContextManager[None]:
+        """Seed for what is done once for a batch."""
+        return nullcontext()
+
+    def on_batch(self) -> None:
+        """Note that a batch is there."""
+
+    def leave(self) -> Any:
+        """Have a `sample_seed` block begin; return whose step it interrupts."""
+
+    def go_on(self, interrupted: Any) -> None:
+        """Go on after a block."""
+
+
+NO_STEPS = Steps()
+
+
 class SampleContext:
     """Where in the run the running code is.
 
@@ -60,7 +79,7 @@ class SampleContext:
         batch: Number of the batch.
         position: In the batch, from 0.
         first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
-        switch: The worker's `GeneratorSwitch`, where samples overlap and have their own draws; otherwise None.
+        steps: Those of the worker's samples, where samples overlap.
 
     Attributes:
         left: The iterator over the list of keys that samples are asked for by, which tells the position; or None.
@@ -77,13 +96,13 @@ class SampleContext:
     left: Any = None
 
     def __init__(
-        self, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, switch: Any = None
+        self, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, steps: Steps = NO_STEPS
     ) -> None:
         self.seeder = seeder
         self.batch = batch
         self.first = first
         self._position = position
-        self.switch = switch
+        self.steps = steps
 
     @property
     def position(self) -> int:
@@ -129,25 +148,20 @@ class SampleContext:
             part |= (self.position + _BEFORE_SAMPLES) << 32
         return number, mix_on(self._task, part) if self._task else part
 
-    @property
-    def outermost(self) -> SampleContext:
-        """The context in which this one has begun as a task, or that task; itself, if it is no task's."""
-        return self if self._begun_by is None else self._begun_by.outermost
-
     def of(self, position: int) -> SampleContext:
         """Return the context of a sample, in that of its batch; the same one each time, in each task of the batch."""
         if self._begun_by is not None:
-            return self.outermost.of(position)
+            return self._begun_by.of(position)
         if self._samples is None:
             self._samples = {}
         if position not in self._samples:
-            self._samples[position] = SampleContext(self.seeder, self.batch, position, self.first, self.switch)
+            self._samples[position] = SampleContext(self.seeder, self.batch, position, self.first, self.steps)
         return self._samples[position]
 
     def of_task(self) -> SampleContext:
         """Return the context of a task that begins in this one: the same sample, with numbers of its own."""
         self._num_tasks += 1
-        part = SampleContext(self.seeder, self.batch, self.position, self.first, self.switch)
+        part = SampleContext(self.seeder, self.batch, self.position, self.first, self.steps)
         part._task, part._begun_by = mix(self._task, self._num_tasks), self
         return part
 
@@ -174,10 +188,10 @@ current: ContextVar[SampleContext] = ContextVar("asyncloader sample")
 
 
 def enter(
-    seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, switch: Any = None
+    seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, steps: Steps = NO_STEPS
 ) -> SampleContext:
     """Note that what this context does from now on is done for this sample, or batch."""
-    sample = SampleContext(seeder, batch, position, first, switch)
+    sample = SampleContext(seeder, batch, position, first, steps)
     current.set(sample)
     return sample
 

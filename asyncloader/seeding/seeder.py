@@ -113,11 +113,13 @@ class Seeder:
     Args:
         key: Base seed, runs that had it before, rank. With the number they make the seed.
         own: Generators that the worker's copy of the dataset holds, which are seeded as well.
+        may_seed: The global generators may be seeded for one sample, in a `sample_seed` block.
     """
 
-    def __init__(self, key: tuple[int, int, int], own: OwnGenerators = NONE) -> None:
+    def __init__(self, key: tuple[int, int, int], own: OwnGenerators = NONE, *, may_seed: bool = True) -> None:
         self.key = key
         self.own = own
+        self.may_seed = may_seed
         self._keys: dict[int, tuple[int, int]] = {}  # by part
         self._python: Any = random._inst
         self._seed_python = partial(Random.seed, self._python)

@@ -80,10 +80,9 @@ def assert_reproducible(
     other values those that must be the same, bit for bit; and each number of workers with the first values. They are
     compared as the dataset gives them, before any ``collate_fn``.
 
-    With ``seeding="sample"``, the default here, a sample has draws of its own from the global generators; where samples
-    share these (on threads of one process, or with the trainer, in whose process an async dataset runs without
-    workers), only in a :func:`asyncloader.sample_seed` block. Draws from :func:`asyncloader.sample_rng` are a sample's
-    own anywhere.
+    With ``seeding="sample"``, the default here, a sample has draws of its own from the global generators; on threads of
+    a worker process only in a :func:`asyncloader.sample_seed` block; not where samples are made at the same time in the
+    trainer's process. Draws from :func:`asyncloader.sample_rng` are a sample's own anywhere.
 
     Args:
         make_dataset: Makes the dataset, a new one for each loader: map-style, with a few samples.
@@ -149,8 +148,8 @@ def _cause(again: list[list[Any]], expected: list[list[Any]], dataset: Any, opti
     overlaps = is_async(dataset) or (options["concurrency"] or 1) > 1 or options["worker_backend"] == "thread"
     if overlaps and options["num_workers"]:
         return (
-            "Samples that are made at the same time share random generators: draw from asyncloader.sample_rng(), or in "
-            "a `with asyncloader.sample_seed():` block."
+            "Samples that are made at the same time share random generators: draw from asyncloader.sample_rng(), or, "
+            'in worker processes with seeding="sample", in a `with asyncloader.sample_seed():` block.'
         )
     if options["seeding"] != "sample":
         return (

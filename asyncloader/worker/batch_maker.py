@@ -44,9 +44,9 @@ from asyncloader.seeding import sample_context
 from asyncloader.seeding.generators import check_of, restore, states_of
 from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.own_generators import OwnGenerators, seeded_generators_of
-from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, current
+from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, Steps, current
 from asyncloader.seeding.seeder import COLLATE, Seeder
-from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, Steps
+from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch
 from asyncloader.transport.collate import is_default, recycling_collate
 from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher, refuse_awaitables
@@ -257,8 +257,8 @@ class BatchMaker:
     def _own_generators(self) -> dict[str, Any]:
         """Look for generators of the dataset's own, where samples are seeded."""
         spec = self.spec
-        is_seeded = spec.seeds_each_batch or spec.seeds_overlapping or spec.knows_places
-        return seeded_generators_of(spec.dataset, spec.collate_fn) if is_seeded else {}
+        is_looked_at = spec.seeds_each_batch or spec.knows_places or spec.shares_generators
+        return seeded_generators_of(spec.dataset, spec.collate_fn) if is_looked_at else {}
 
     def _generator_checks(self) -> set[tuple[str, int]]:
         return {(path, check_of(generator)) for path, generator in self._own_generators().items()}
@@ -267,15 +267,16 @@ class BatchMaker:
         by_path, epoch = self._own_generators(), self._epoch
         keys = (epoch.generators or {}).items()
         known = {path: (check, epoch.epoch - first) for path, (check, first) in keys if path not in self._reseeded}
-        self.seeder = Seeder(epoch.key, OwnGenerators(by_path, known, epoch.key))
-        # In the trainer's process each batch, or block, gives them back.
+        may_seed = self.host.is_remote or self.spec.seeds_each_sample
+        self.seeder = Seeder(epoch.key, OwnGenerators(by_path, known, epoch.key), may_seed=may_seed)
+        # In the trainer's process each batch gives them back.
         self._own_states = states_of(by_path.values()) if self.host.is_remote else []
         if isinstance(self.switch, GeneratorSwitch):
             self.switch.begin_run(self.seeder)
         elif self.spec.seeds_overlapping:
             self.switch = GeneratorSwitch(self.seeder, warns=not self._id)  # one warning is enough
-        elif self.spec.shares_generators and not (self._id or isinstance(self.switch, DrawWatch)):
-            self.switch = DrawWatch(is_alone=self.host.is_remote)
+        elif self.spec.shares_generators and not self._id:
+            self.switch = DrawWatch(by_path.values(), is_alone=self.host.is_remote)
 
     @property
     def _seeds(self) -> bool:
@@ -419,12 +420,11 @@ class BatchMaker:
     def gathered(self, job: Job) -> Outcome:
         """Return the outcome of a ticket whose samples overlapped. The job refers to none of them any more."""
         position = COLLATION if job.first is not None else BATCH
-        switch = self.switch if isinstance(self.switch, GeneratorSwitch) else None
-        here = sample_context.enter(self.seeder, job.ticket, position, job.first, switch)
+        here = sample_context.enter(self.seeder, job.ticket, position, job.first, self.switch)
         if self.keeper is not None and not self.spec.is_iterable:
             job.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
-        is_seeded = switch is not None and not is_default(self.spec.collate_fn)
-        with switch.seeded(*here.place(COLLATE)) if switch is not None and is_seeded else contextlib.nullcontext():
+        draws_nothing = is_default(self.spec.collate_fn)
+        with contextlib.nullcontext() if draws_nothing else self.switch.seeded(*here.place(COLLATE)):
             return self._finish(job)
 
     def _finish(self, job: Job) -> Outcome:

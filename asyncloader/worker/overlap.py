@@ -32,9 +32,9 @@ from torch.utils.data import StackDataset
 from asyncloader.async_face import batch_method, sample_method
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, members
-from asyncloader.seeding.sample_context import BATCH, Placed, SampleContext, enter
+from asyncloader.seeding.sample_context import BATCH, Placed, SampleContext, Steps, enter
 from asyncloader.seeding.seeder import WHOLE, Seeder
-from asyncloader.seeding.switch import GeneratorSwitch, SampleDraws, Steps, steps
+from asyncloader.seeding.switch import SampleDraws, steps
 from asyncloader.worker.fetch import settle
 from asyncloader.worker.gather import WholeBatches
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -218,7 +218,6 @@ class TaskFetcher(Overlap):
             self._get_samples = self._batch_method(dataset)
         self._is_filling = False
         self._is_simple = not any(isinstance(member, StackDataset) for member in members(dataset))
-        self._switch = run.switch if isinstance(run.switch, GeneratorSwitch) else None
 
     def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
         return sample_method(dataset)
@@ -271,7 +270,7 @@ class TaskFetcher(Overlap):
         return self._get_sample(job.keys[position] if self._auto_collation else job.keys)
 
     def _enter(self, job: Job, position: int) -> SampleContext:
-        return enter(self._run.seeder, job.ticket, position, job.first, self._switch)
+        return enter(self._run.seeder, job.ticket, position, job.first, self._run.switch)
 
     async def _sample(self, job: Job, position: int) -> Any:
         sample = self._ask(job, position)
@@ -284,26 +283,21 @@ class TaskFetcher(Overlap):
         return sample
 
     async def _get(self, job: Job, position: int) -> None:
-        switch = self._run.switch
+        switch, here = self._run.switch, self._enter(job, position)
         sample: Any = None
         error: BaseException | None = None
-        while True:
-            here, sample, error = self._enter(job, position), None, None
-            watch, draws = switch.watch, None
-            try:
-                if watch is None:
-                    draws = SampleDraws(*here.place(WHOLE if position == BATCH else 0))
-                    sample = await steps(switch, draws, self._sample(job, position))
-                elif self._is_simple and position != BATCH:
-                    sample = self._ask(job, position)
-                    if hasattr(type(sample), "__await__"):
-                        sample = await sample
-                else:
-                    sample = await self._sample(job, position)
-            except BaseException as raised:
-                error = raised
-            if position not in job.pending or not switch.is_void(watch if draws is None else draws.watch):
-                break  # otherwise once more: it drew before anything was seeded for it
+        try:
+            if switch.is_on:
+                draws = SampleDraws(*here.place(WHOLE if position == BATCH else 0))
+                sample = await steps(switch, draws, self._sample(job, position))
+            elif self._is_simple and position != BATCH:
+                sample = self._ask(job, position)
+                if hasattr(type(sample), "__await__"):
+                    sample = await sample
+            else:
+                sample = await self._sample(job, position)
+        except BaseException as raised:
+            error = raised
         try:
             if position in job.pending:
                 self._take(job, position, sample, error)

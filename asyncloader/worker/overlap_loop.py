@@ -18,7 +18,7 @@ from asyncloader.messages.failure import EndOfData, RemoteError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.protocols import is_resource, members
 from asyncloader.seeding.sample_context import begin_task, tell_tasks_apart
-from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch
+from asyncloader.seeding.switch import GeneratorSwitch
 from asyncloader.worker import loops
 from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.job import Job
@@ -182,8 +182,7 @@ class OverlapLoop(TicketLoop):
         job.fetched = self._idle_since = perf_counter()
         try:
             held = [self._maker.gathered(job)]
-            if isinstance(self._maker.switch, DrawWatch):
-                self._maker.switch.on_batch()
+            self._maker.switch.on_batch()
             if job.is_last:
                 self._tell_at_end(held)
             else:

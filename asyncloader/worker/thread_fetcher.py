@@ -25,8 +25,7 @@ from typing import Any
 
 from asyncloader import threads
 from asyncloader.messages.modes import Modes
-from asyncloader.seeding.sample_context import BATCH, enter
-from asyncloader.seeding.switch import DrawWatch
+from asyncloader.seeding.sample_context import BATCH
 from asyncloader.stack_text import stack_of
 from asyncloader.worker.fetch import refuse_awaitables
 from asyncloader.worker.job import Job
@@ -130,9 +129,9 @@ class ThreadFetcher(TaskFetcher):
     def _get_here(self, job: Job, position: int) -> None:
         if position not in job.pending:  # not wanted any more
             return
-        enter(self._run.seeder, job.ticket, position, job.first)
-        watch = self._run.switch
-        before = watch.look() if isinstance(watch, DrawWatch) and watch.watch is None else None
+        self._enter(job, position)
+        if is_watched := self._run.switch.is_on:
+            self._run.switch.begin(None)
         if position <= 0:
             job.began = perf_counter()
         sample: Any = None
@@ -142,8 +141,8 @@ class ThreadFetcher(TaskFetcher):
             refuse_awaitables([sample] if position >= 0 else sample, self._dataset)
         except BaseException as raised:
             error = raised
-        if before is not None and isinstance(watch, DrawWatch):
-            watch.compare(before)
+        if is_watched:
+            self._run.switch.end(None, is_last=True)
         self._done.append((job, position, sample, error))
         del job, sample, error  # a traceback refers to this frame
         if not self._is_told:  # looked at after the sample is there: `_take_done` does it the other way round

@@ -28,7 +28,6 @@ from asyncloader.messages.outcome import Outcome, pack
 from asyncloader.messages.tickets import unpack_tickets
 from asyncloader.seeding.generators import unlock_in_child
 from asyncloader.seeding.seeder import seed_worker
-from asyncloader.seeding.turns import own_generators
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.heap import Heap
@@ -119,7 +118,6 @@ class ProcessTransport(WorkerTransport):
         """Have the generators free, and tell that the worker is up: what follows may take as long as the user wants."""
         torch.set_num_threads(1)
         unlock_in_child()
-        own_generators()
         torch.default_generator.get_state()  # never returns where a thread of the parent held its lock at the fork
         self.send(Kind.UP)
 

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from asyncloader.checks import at_least
-from asyncloader.seeding.sample_context import EpochKey
+from asyncloader.seeding.generators import GLOBAL, left_alone
 from asyncloader.seeding.seeder import ON_DEVICE, Seeder
-from asyncloader.seeding.turns import alone
 from asyncloader.wrap.device import Device, StreamDevice, find
 from asyncloader.wrap.wrapper import IteratorWrapper, LoaderWrapper
 
@@ -96,7 +95,7 @@ class DeviceIterator(IteratorWrapper):
         if (seeds := getattr(self._inner, "seeds", None)) is None:  # another loader than ours
             return self._transform(batch)
         state, on_device = self.states[-1], self._device.generators
-        with _turn, alone(EpochKey(seeds), on_device):
+        with _turn, left_alone((*GLOBAL, *on_device)):
             seed = Seeder(seeds)(state["position"] + len(state["ahead"]), ON_DEVICE)
             for generator in on_device:
                 generator.manual_seed(seed)

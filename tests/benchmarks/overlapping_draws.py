@@ -1,13 +1,11 @@
-"""overlapping_draws: what it costs that coroutines have draws of their own, where they draw nothing.
+"""overlapping_draws: what the watch over draws costs coroutines that draw nothing, and draws of their own.
 
 CPU time of one worker process a sample, from the opening of the dataset to its end, with `seeding="worker"`, which does
-nothing of the kind, and with the default, in turns; batches of 32, 128 samples in flight that wait 5 ms. A short run
-shows what its beginning costs: generators of the dataset's own are looked for, and the first steps are looked at.
+nothing of the kind, with the default, which watches, and with `seeding="sample"`, which seeds each step, in turns;
+batches of 32, 128 samples in flight that wait 5 ms. A short run shows what its beginning costs: generators of the
+dataset's own are looked for.
 
-Target: 5 % of a run of 50 times as many samples as are in flight.
-
-Found on two cores, with 8 other jobs on them, medians of 11 pairs: 13 us, and 2 % more, in runs of 6,400 and of 25,600
-samples. A beginning costs 1.4 ms: 10 to 20 % of a run of 640.
+Target: the watch takes 5 % of a run of 50 times as many samples as are in flight.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import asyncio
 import multiprocessing
 import statistics
 import time
+from operator import truediv
 from typing import Any
 
 from asyncloader import DataLoader
@@ -57,13 +56,13 @@ def spent(length: int, **options: Any) -> float:
 
 def measure(bench: Bench) -> None:
     for waves, target in ((5, None), (50, Target("<=", 1.05)), (200, Target("<=", 1.05))):
-        pairs = []
+        found: dict[str, list[float]] = {"worker": [], "batch": [], "sample": []}
         for turn in range(3 if bench.quick else 11):
-            kinds: list[dict[str, Any]] = [{"seeding": "worker"}, {}]
-            found = {len(each): spent(waves * IN_FLIGHT, **each) for each in (kinds if turn % 2 else kinds[::-1])}
-            pairs.append((found[1], found[0]))
-        ratio = statistics.median(ours / plain for plain, ours in pairs)
-        bench.note(f"{waves * IN_FLIGHT} samples, us each", plain=statistics.median(plain for plain, _ in pairs))
+            for seeding in [*found] if turn % 2 else [*found][::-1]:
+                found[seeding].append(spent(waves * IN_FLIGHT, seeding=seeding))
+        ratio = statistics.median(map(truediv, found["batch"], found["worker"]))
+        medians = {seeding: statistics.median(each) for seeding, each in found.items()}
+        bench.note(f"{waves * IN_FLIGHT} samples, us each", **medians)
         if target is None:
             bench.note(f"{waves * IN_FLIGHT} samples, ratio", ratio=ratio)
         else:

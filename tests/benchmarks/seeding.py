@@ -2,7 +2,7 @@
 
 CPU time of the calling thread, the least of many rounds of 64: a `Seeder`, which seeds Python's, numpy's and torch's
 global generators; fetching 64 samples of a list, of which each is seeded, less fetching them without; a `sample_seed`
-block in a worker, in the trainer's process, where the three states are saved and put back, and where nothing is seeded.
+block, and one where nothing is seeded.
 
 Targets: a sample seeded in 10 us.
 
@@ -65,9 +65,7 @@ def measure(bench: Bench) -> None:
     first: int | None = None
     bench.note("a block that seeds nothing, us", seconds=of(block, SAMPLES))
     first = 0
-    bench.note("a block in the trainer's process, us", seconds=of(block, SAMPLES))
-    turns.own_generators()
-    bench.note("a block in a worker, us", seconds=of(block, SAMPLES))
+    bench.note("a block, us", seconds=of(block, SAMPLES))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from asyncloader.run.plan import order_generators
 from asyncloader.run.rng_snapshot import OrderDraw
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers import ElasticSampler, PackingBatchSampler
-from asyncloader.seeding.sample_context import EpochKey
 from tests.run.giving import give
 from tests.support import inside
 
@@ -68,7 +67,7 @@ def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:
     epochs: dict[str, list[int | None]] = {"sampler_epochs": [], "dataset_epochs": [None]}
     rest: dict[str, Any] = {"has_past": False, "num_workers": None, "warned": set()}
     order = OrderDraw(rng, rng.capture(), warn=bool)
-    return Checkpointer(settings, progress, order, EpochKey((77, 0, 0)), 3, {}, None, **epochs, **rest)
+    return Checkpointer(settings, progress, order, (77, 0, 0), 3, {}, None, **epochs, **rest)
 
 
 OTHERS: dict[str, tuple[Any, Any, Any]] = {

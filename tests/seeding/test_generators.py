@@ -6,7 +6,6 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader.run.inline_iterator import _left_alone as untouched_and_left_alone
 from asyncloader.seeding.generators import GLOBAL, check_of, decode, encode, left_alone, set_state, state_of
 from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
 
@@ -75,17 +73,16 @@ def test_the_global_generators_are_those_that_modules_draw_from() -> None:
 @pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
 )
-@pytest.mark.parametrize("aside", [left_alone, partial(untouched_and_left_alone, GLOBAL)])
-def test_an_interrupt_leaves_the_trainer_its_generators(aside: Callable[[], AbstractContextManager[None]]) -> None:
+def test_an_interrupt_leaves_the_trainer_its_generators() -> None:
     """At whichever moment it comes: a sampler draws from them later."""
     moment = 0
     while True:
         moment += 1
         before = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
-        with CtrlC(NEVER), aside():
+        with CtrlC(NEVER), left_alone():
             pass
         try:
-            with CtrlC(moment), aside():
+            with CtrlC(moment), left_alone():
                 random.random(), np.random.rand(), torch.rand(1)
             break
         except KeyboardInterrupt:

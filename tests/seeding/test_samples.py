@@ -102,11 +102,25 @@ def test_samples_one_after_the_other(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("make", [Seeded, Awaited, SeededTogether])
 def test_samples_at_the_same_time(make: Callable[[], Any]) -> None:
-    """The same with any number of them, in blocks: worker processes, worker threads, and none."""
-    backends: Any = ("process", "thread")
-    more: dict[str, Any] = {"concurrency": (None, 4), "worker_backends": backends, "scheduling": ["static"]}
-    assert_reproducible(make, num_workers=(0, 1), epochs=1, shuffle=True, **more)
-    assert samples(make(), num_workers=0, concurrency=3) == samples(make(), num_workers=0)
+    """The same with any number of them, in blocks, in worker processes."""
+    more: dict[str, Any] = {"concurrency": (None, 4), "scheduling": ["static"]}
+    assert_reproducible(make, num_workers=(1, 2), epochs=1, shuffle=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Awaited, {"num_workers": 0}),
+        (Seeded, {"num_workers": 0, "concurrency": 3}),
+        (Seeded, {"num_workers": 1, "worker_backend": "thread"}),
+    ],
+    ids=["coroutines", "sample threads", "worker threads"],
+)
+def test_blocks_are_refused_where_the_generators_are_the_trainers(make: Callable[[], Any], options: Any) -> None:
+    """They would be seeded beside whatever it draws; under another seeding, blocks change nothing."""
+    with pytest.raises(RuntimeError, match="entered a sample_seed\\(\\) block"):
+        samples(make(), **options)
+    assert len(samples(make(), seeding="batch", **options)) == 2 * LENGTH
 
 
 def test_a_sample_is_seeded_as_a_batch_of_it_alone() -> None:
@@ -248,6 +262,13 @@ def test_transforms_after_a_cache_draw_the_same_whether_it_had_the_sample() -> N
     full = dataset()
     samples(full, shuffle=False)
     assert samples(full) == samples(dataset(), num_workers=1, batch_size=5)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 1, "worker_backend": "thread"}, {"concurrency": 2}])
+def test_transforms_after_a_cache_draw_as_ever_where_the_generators_are_the_trainers(options: Any) -> None:
+    """The cache has a block, which is not the user's own."""
+    cached = CachedDataset(Drawing(), "ram", transform=lambda sample: (sample[0], *draw()))
+    assert len(samples(cached, **options)) == 2 * LENGTH
 
 
 def test_iterable_datasets_keep_torchs_streams() -> None:

@@ -70,14 +70,14 @@ def read(dataset: Any, num_workers: int) -> torch.Tensor:
 
 @pytest.mark.leaks("the portal's loop keeps the threads of asyncio.to_thread for the next time")
 @pytest.mark.parametrize("on_threads", [False, True], ids=["on the loop", "on threads"])
-@pytest.mark.parametrize("draw", [in_a_block, from_its_own])
+@pytest.mark.parametrize(("draw", "num_workers"), [(in_a_block, (1, 1, 2)), (from_its_own, (0, 0, 2))])
 def test_it_does_not_matter_which_task_waits_longer(
-    draw: Any, on_threads: bool, caplog: pytest.LogCaptureFixture
+    draw: Any, num_workers: tuple[int, ...], on_threads: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without workers and with them; and no two draws are alike."""
     epochs = [
-        read(Coroutines(draw, slow, on_threads=on_threads, nested=True), num_workers)
-        for num_workers, slow in [(0, 0), (0, 2), (2, 1)]
+        read(Coroutines(draw, slow, on_threads=on_threads, nested=True), number)
+        for number, slow in zip(num_workers, (0, 2, 1), strict=True)
     ]
     assert torch.equal(epochs[0], epochs[1])
     assert torch.equal(epochs[0], epochs[2])

@@ -169,34 +169,14 @@ def memory(shared: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- whose turn it is
 def turn_is_free() -> bool:
     """Whether the calling thread could have its turn with the global generators now; it may be its turn already."""
-    if is_free := turns._turn.lock.acquire(blocking=False):
-        turns._turn.lock.release()
+    if is_free := turns.lock.acquire(blocking=False):
+        turns.lock.release()
     return is_free
 
 
 def turn_holder() -> SampleContext | None:
     """Return the sample whose turn it is."""
-    return turns._turn.holder
-
-
-def drawings() -> list[turns.Drawing]:
-    """Return what draws from the trainer's generators at the moment."""
-    return turns._turn.going_on()
-
-
-def generators_are_the_trainers() -> bool:
-    """Whether the global generators of this process are those of a trainer."""
-    return turns._turn.is_trainers
-
-
-@contextlib.contextmanager
-def turn_put_back() -> Iterator[None]:
-    """Have a test make this process a worker, as far as turns go, until the end of this."""
-    before = turns._turn
-    try:
-        yield
-    finally:
-        turns._turn = before
+    return turns._holder
 
 
 # ------------------------------------------------------------------------------------------------- renewal

@@ -155,7 +155,8 @@ class Plan:
                 ("in a block", "sample"),
                 ("in a block", "sample"),
                 ("nothing", "worker"),
-                *[("global", "batch"), ("global", "sample")] * (kind == "map"),
+                *[("global", "sample")] * (kind != "stream"),
+                *[("global", "batch")] * (kind == "map"),
             ]
         )
         count = chance.choice([1, 1, 2, 3])
@@ -164,13 +165,9 @@ class Plan:
         places = _places(chance, place, count + 1, how, sampling)
         persistent = "here" not in places and chance.random() < 0.4
         crews = [Crew.draw(chance, each, seeding, persistent=persistent) for each in places]
-        shares_generators = how == "in a block" and any(crew.place in _SHARING for crew in crews)
-        consumer = chance.choice(_consumers(sampling, generator, shares_generators))
+        consumer = chance.choice(_consumers(sampling, generator))
         draws_on = sampling.disturbs_others(generator in ("the sampler's", "both"))
-        successors = _ELSEWHERE if draws_on else _successors(consumer, shares_generators)
-        cuts = [Cut.draw(chance, successors) for _ in range(count)]
-        if shares_generators:
-            cuts = [dataclasses.replace(cut, closes=True) for cut in cuts]
+        cuts = [Cut.draw(chance, _ELSEWHERE if draws_on else _successors(consumer)) for _ in range(count)]
         may_die = {crew.place for crew in crews} == {"process"} and chance.random() < 0.3
         deaths = {
             chance.randrange(size.length): chance.choice([*DEATHS]) for _ in range(may_die * chance.randint(1, 3))
@@ -189,7 +186,7 @@ class Plan:
         is_seeded_anew = place == "process" and not persistent
         how = chance.choice(["global", "sample_rng"]) if is_seeded_anew else "sample_rng"
         crew = Crew.draw(chance, place, "worker", persistent=persistent)
-        cuts = tuple(Cut.draw(chance, _successors("nothing", False)) for _ in range(count))
+        cuts = tuple(Cut.draw(chance, _successors("nothing")) for _ in range(count))
         generator = chance.choice(["nobody's", "the loader's"])
         face = chance.choice(["for", "async for"])
         in_order = BY_NAME["in order"]
@@ -224,13 +221,10 @@ class Plan:
         ]
 
 
-_SHARING = ("thread", "here")
-
-
 def _places(chance: random.Random, place: str | None, count: int, how: str, sampling: Sampling) -> list[str]:
     """Draw where the workers of each loader are, such that the order and the random numbers can be the same."""
     first = place or chance.choice(PLACES)
-    if how == "global":  # threads share the generators; without workers nothing is seeded
+    if how in ("global", "in a block"):  # threads share the generators, with each other or with the trainer
         return ["process"] * count
     if place:
         return [place] * count
@@ -238,28 +232,21 @@ def _places(chance: random.Random, place: str | None, count: int, how: str, samp
     return [first, *(chance.choice(others) for _ in range(count - 1))]
 
 
-def _consumers(sampling: Sampling, generator: str, shares_generators: bool) -> list[str]:
+def _consumers(sampling: Sampling, generator: str) -> list[str]:
     """Return what the consumer may do without changing the order itself."""
     if sampling.disturbs_others(generator in ("the sampler's", "both")):
         return ["nothing"]
-    return ["nothing", "another loader", *["draws"] * (not shares_generators)]
+    return ["nothing", "another loader", "draws"]
 
 
 _ELSEWHERE = ["a new loader, generators elsewhere"]
 """Who may go on with a sampler that draws from a global generator while it is read: where that is not put back."""
 
 
-def _successors(consumer: str, shares_generators: bool) -> list[str]:
-    """Return who may go on with a state, such that the rest can be the same.
-
-    Where samples draw in this process, its generators are those of a sample now and then: a trainer cannot save them.
-    """
+def _successors(consumer: str) -> list[str]:
+    """Return who may go on with a state, such that the rest can be the same."""
     restored, elsewhere = "a new loader, generators restored", "a new loader, generators elsewhere"
-    return [
-        "the same loader",
-        *[restored] * (not shares_generators),
-        *[elsewhere] * (consumer == "nothing"),
-    ]
+    return ["the same loader", restored, *[elsewhere] * (consumer == "nothing")]
 
 
 def _moment(cut: Cut, counts: list[int]) -> tuple[int, str | int]:
