@@ -148,29 +148,24 @@ def draw_waiting(report: dict[str, Any], picture: Path) -> None:
     pyplot.close(figure)
 
 
-def table(title: str, unit: str, sides: dict[str, Any]) -> list[str]:
-    """One load: the figure, its spread, its ratio to the first side, and what CPU time a batch takes."""
-    first = next(iter(sides))
-    rounds = len(sides[first][unit]["all"])
-    lines = ["", f"### {title[0].upper()}{title[1:]}", ""]
-    lines += [f"Medians of {rounds} runs; the ratio to {first} is the median of the rounds' ratios.", ""]
-    has_first = any("first ms" in side["extras"] for side in sides.values())
-    lines += [f"| | {unit} | lowest to highest | ratio |{' first batch, ms | CPU ms a batch |' if has_first else ''}"]
-    lines += ["|---|---:|---:|---:|" + "---:|---:|" * has_first]
-    for name, side in sides.items():
-        seen, extras = side[unit], side["extras"]
-        shown = f"**{name}**" if name.startswith("asyncloader") else name
-        line = f"| {shown} | {number(seen['median'])} | {number(seen['low'])} to {number(seen['high'])} "
-        line += f"| {number(side['ratio']['median'])} |"
-        if has_first:
-            cpu, came = extras.get("cpu us/batch"), extras.get("first ms")
-            line += f" {number(came) if came else ''} | {number(cpu / 1e3) if cpu else ''} |"
-        lines.append(line)
+def matrix(rows: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
+    """Loads by loaders: the median, and the median of the rounds' ratios to the first loader of the row."""
+    names = list(dict.fromkeys(name for _, sides in rows.values() for name in sides))
+    shown = [f"**{name}**" if name.startswith("asyncloader") else name for name in names]
+    lines = ["", f"| | {' | '.join(shown)} |", "|---|" + "---:|" * len(names)]
+    for title, (unit, sides) in rows.items():
+        cells = (cell(unit, sides[name]) if name in sides else "" for name in names)
+        lines.append(f"| {title[0].upper()}{title[1:]}, {unit} | {' | '.join(cells)} |")
     return lines
 
 
+def cell(unit: str, side: dict[str, Any]) -> str:
+    """The figure of a loader, and its ratio."""
+    return f"{number(side[unit]['median'])} ({number(side['ratio']['median'])})"
+
+
 def tables(report: dict[str, Any]) -> str:
-    """The pictures, the machine, then a table for each load, then what failed."""
+    """The pictures, the machine, then loads by loaders, then what failed. Lowest and highest are in the file."""
     lines = ["![How many times as fast as torch's DataLoader, by load and loader](images/benchmarks.png)", ""]
     if any(map(IN_FLIGHT.fullmatch, report["found"])):
         lines += ["![Samples a second over samples in flight](images/in_flight.png)", ""]
@@ -178,14 +173,19 @@ def tables(report: dict[str, Any]) -> str:
         lines += ["**Short runs**, of three rounds (`--quick`): what lies within their spread says nothing.", ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in report["machine"].items()]
-    for title, (unit, sides) in loads(report).items():
-        lines += table(title, unit, sides)
+    found = loads(report)
+    lines += [
+        "",
+        "Medians, and in brackets the median of the rounds' ratios to the first loader of the row that is there.",
+    ]
+    lines += matrix({title: row for title, row in found.items() if not IN_FLIGHT.fullmatch(title)})
+    lines += matrix({title: row for title, row in found.items() if IN_FLIGHT.fullmatch(title)})
     for title, figures in report["found"].items():
         if title.startswith("memory"):
-            lines += ["", f"### {title[0].upper()}{title[1:]}", "", "| | MB |", "|---|---:|"]
-            lines += [f"| {name} | {number(value)} |" for name, value in figures.items()]
+            shown = "; ".join(f"{name} {number(value)}" for name, value in figures.items())
+            lines += ["", f"{title[0].upper()}{title[1:]}: {shown}."]
     if failed := report["found"].get("failed"):
-        lines += ["", "### What failed", ""] + [f"- {name}: {why.splitlines()[0]}" for name, why in failed.items()]
+        lines += ["", "What failed:", ""] + [f"- {name}: {why.splitlines()[0]}" for name, why in failed.items()]
     return "\n".join(lines) + "\n"
 
 
