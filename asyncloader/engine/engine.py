@@ -708,11 +708,8 @@ class Engine:
         ticket = run.scheduler.awaited()
         process = None if ticket is None else processes.get(ticket.worker)
         if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being pinned
-            is_anybody_there = any(each.is_alive for each in processes.values())
             silent_s = perf_counter() - self._heard_at
-            waits_on = bool(run.scheduler.resting) or self.recovery.waits_on(
-                timeout_s, silent_s, is_anybody_there=is_anybody_there
-            )
+            waits_on = bool(run.scheduler.resting) or self.recovery.waits_on(timeout_s, silent_s)
             why = "its keys have not arrived" if run.awaits_keys else ""
             run.answer(None if waits_on else timed_out(timeout_s, why=why))
             return

@@ -223,19 +223,17 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------------- hangs
 
-    def waits_on(self, timeout_s: float, silent_s: float, *, is_anybody_there: bool) -> bool:
+    def waits_on(self, timeout_s: float, silent_s: float) -> bool:
         """Whether to wait on for a batch that has not come in time, and that no worker has: nobody is to be replaced.
 
-        The batch is about to be given to a worker, or was made, and is being pinned. Where a hung worker
-        would be replaced, a busy machine is no reason to raise.
+        The batch is about to be given to a worker, which may still have to be started, or was made, and is being
+        pinned. Where a hung worker would be replaced, a busy machine is no reason to raise.
 
         Args:
             timeout_s: How long it was waited for. Seconds.
             silent_s: For how long no worker has come to an outcome. Seconds.
-            is_anybody_there: Some worker is there.
         """
-        is_late = silent_s >= max(2 * timeout_s, _FINISHING_S)
-        return self._options.on_timeout != "raise" and is_anybody_there and not is_late
+        return self._options.on_timeout != "raise" and silent_s < max(2 * timeout_s, _FINISHING_S)
 
     def overdue(self, found: Overdue, start: WorkerStart | None) -> BatchTimeoutError | Sequence[Action]:
         """The awaited batch has not come in time: do what ``on_timeout`` says, or return the error to raise.

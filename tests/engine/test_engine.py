@@ -304,6 +304,18 @@ async def test_what_was_not_sent_to_a_worker_is_not_blamed_for_its_end() -> None
     assert tries(driven, 1) == {1: 1, 3: 0}
 
 
+@pytest.mark.parametrize("is_dead", [False, True], ids=["its process is still to be started", "it has died"])
+async def test_the_only_worker_may_be_on_its_way(is_dead: bool) -> None:
+    """Where hung workers are replaced, a timeout that ends before its process is there, or has been missed, is none."""
+    driven = Driven(there=int(is_dead), num_workers=1)
+    driven.pool.processes = {1: SimpleNamespace(is_alive=False, is_ready=True)} if is_dead else {}
+    driven.run.is_asked = True
+    driven.engine.look_for_overdue(driven.run, 0.5)
+    assert driven.run.is_answered
+    assert driven.take() is None
+    assert not driven.run._urgent
+
+
 async def test_a_worker_that_there_was_no_room_for_is_started_with_the_next_run() -> None:
     """Whatever the run was made for: nothing waits for it any longer."""
     driven = Driven()
