@@ -19,14 +19,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import obstore
 import torch
 import torch.utils.data
+from obstore.store import S3Store
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, sample_rng
-from asyncloader.datasets import RemoteDataset, list_urls
+from asyncloader.datasets import RemoteDataset
 from digits import Sample, training_arguments, write_digits
 from local_bucket import local_bucket
 from train_digits import train_and_report
@@ -80,31 +82,33 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the network is too small for more, and the workers want the other cores
     with contextlib.ExitStack() as stack:
-        endpoint, config = args.endpoint, {}
+        endpoint = args.endpoint
+        config: Any = {}  # of obstore
         if endpoint is None:
             write_digits(args.data)
             endpoint = stack.enter_context(local_bucket(args.data, args.latency_ms))
             config = {"access_key_id": "example", "secret_access_key": "example", "region": "us-east-1"}
-        run(args, endpoint, {"config": {**config, "endpoint": endpoint}, "client_options": {"allow_http": True}})
+        store = S3Store(args.bucket, endpoint=endpoint, config=config, client_options={"allow_http": True})
+        run(args, store, endpoint)
 
 
-def run(args: argparse.Namespace, endpoint: str, store: dict[str, Any]) -> None:
+def run(args: argparse.Namespace, store: S3Store, endpoint: str) -> None:
     """List the images, compare, train."""
-    urls = list_urls(f"s3://{args.bucket}", ".png", **store)
-    random.Random(0).shuffle(urls)
-    test_urls, train_urls = urls[: len(urls) // 5], urls[len(urls) // 5 :]
-    print(f"{len(train_urls)} images to train on and {len(test_urls)} to test with, at {endpoint}")
+    names = sorted(entry["path"] for chunk in obstore.list(store) for entry in chunk if entry["path"].endswith(".png"))
+    random.Random(0).shuffle(names)
+    test, train = names[: len(names) // 5], names[len(names) // 5 :]
+    print(f"{len(train)} images to train on and {len(test)} to test with, at {endpoint}")
 
-    blocking = BlockingImages(endpoint, args.bucket, [url.removeprefix(f"s3://{args.bucket}/") for url in test_urls])
+    blocking = BlockingImages(endpoint, args.bucket, test)
     theirs = images_per_second(torch.utils.data.DataLoader(blocking, batch_size=32, num_workers=args.workers))
-    everything = RemoteDataset(urls * 3, decode, **store)
-    ours = images_per_second(DataLoader(everything, batch_size=32, num_workers=args.workers))
+    # Where obstore has been used, as for the list, forked workers would wait for its threads for ever.
+    workers = {"num_workers": args.workers, "multiprocessing_context": "forkserver"}
+    everything = RemoteDataset(store, names * 3, decode)
+    ours = images_per_second(DataLoader(everything, batch_size=32, **workers))
     print(f"torch's DataLoader reads {theirs:.0f} images/s, ours {ours:.0f} ({ours / theirs:.0f} times as many)")
 
-    test_set = RemoteDataset(test_urls, decode, **store)
-    train_set = RemoteDataset(train_urls, decode_and_shift, **store)
-    train_loader = DataLoader(train_set, batch_size=32, shuffle=True, num_workers=args.workers)
-    test_loader = DataLoader(test_set, batch_size=128, num_workers=args.workers)
+    train_loader = DataLoader(RemoteDataset(store, train, decode_and_shift), batch_size=32, shuffle=True, **workers)
+    test_loader = DataLoader(RemoteDataset(store, test, decode), batch_size=128, **workers)
     train_and_report(train_loader, test_loader, args.epochs, args.min_accuracy)
 
 

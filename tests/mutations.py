@@ -296,13 +296,6 @@ MUTATIONS = (
         "datasets/test_cached.py",
     ),
     Mutation(
-        "a cache drops the block that was read first instead of the least recently used one",
-        "datasets/kept_blocks.py",
-        "                self._blocks.move_to_end(number)\n",
-        "                pass\n",
-        "datasets/test_tar_shards.py",
-    ),
-    Mutation(
         "the count of `sample_seed` blocks goes on from one sample to the next",
         "seeding/sample_context.py",
         "count = count if of == self.position else 0",
@@ -350,13 +343,6 @@ MUTATIONS = (
         "(padded[by_length][np.cumsum(sizes) - sizes] * sizes)",
         "(padded[by_length][np.cumsum(sizes) - 1] * sizes)",
         "samplers/test_length_batches.py",
-    ),
-    Mutation(
-        "a file of tokens that was changed while it was read is taken as it is",
-        "datasets/tokens.py",
-        "if version_of(file.fileno()) != self._versions[number]:",
-        "if False:",
-        "datasets/test_tokens.py",
     ),
     Mutation(
         "of two cgroups, only the first one's quota counts",

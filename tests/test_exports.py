@@ -40,15 +40,10 @@ def test_public_names_of_the_datasets(run: Callable[..., Program]) -> None:
     assert asyncloader.datasets.__all__ == [
         "CachedDataset",
         "FetchError",
-        "FileDataset",
         "ParallelMap",
-        "ParquetDataset",
         "RemoteDataset",
         "SharedDict",
         "SharedList",
-        "TarShards",
-        "TokenBlocks",
-        "list_urls",
     ]
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)
     script = """

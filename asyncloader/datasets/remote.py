@@ -1,148 +1,143 @@
-"""Objects on servers and in buckets, through obstore."""
+"""Objects on servers and in buckets, through obstore.
+
+obstore runs its requests on threads of its own, which do not live on in a forked process: a store that was used before
+the fork waits for ever after it. So a forked worker whose parent has read samples says so.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import errno
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncloader.checks import at_least
-from asyncloader.datasets.apart import run_apart
-from asyncloader.datasets.decoding import Decoder
-from asyncloader.datasets.errors import MAX_BYTES, require
-from asyncloader.datasets.numbers import ByNumber
-from asyncloader.datasets.source import Part, Source, failures_told
-from asyncloader.errors import ConfigurationError
+from torch.utils.data import Dataset, get_worker_info
+
+from asyncloader.datasets.blocking import in_thread
+from asyncloader.errors import AsyncLoaderError, ConfigurationError, redacted
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+_used_in: int | None = None  # the process in which obstore has started its threads
 
-class RemoteDataset(ByNumber[T_co]):
-    """Serve objects that lie elsewhere, or ranges of them: over HTTP, or in S3, Google Cloud Storage, Azure.
 
-    The objects are read by `obstore <https://developmentseed.org/obstore>`_, whose words the options are. A
-    :class:`~asyncloader.DataLoader` has ``concurrency`` of them on their way at once in each worker; for everybody else
-    ``dataset[0]`` is a sample like any other.
+class FetchError(AsyncLoaderError, OSError):
+    """An object did not come whole, for a reason other than that it is not there or may not be read."""
+
+
+class RemoteDataset(Dataset[T_co]):
+    """Serve objects that lie elsewhere: over HTTP, or in S3, Google Cloud Storage, Azure.
+
+    The objects are read by `obstore <https://developmentseed.org/obstore>`_ (``asyncloader[remote]``), which tries
+    again what may pass in a moment: by default ten times within three minutes. A :class:`~asyncloader.DataLoader` has
+    ``concurrency`` of them on their way at once in each worker; for everybody else ``dataset[0]`` is a sample like any
+    other.
 
     Args:
-        urls: What to serve, in the order of the indices: a url (``http``, ``https``, ``s3``, ``gs``, ``az``,
-            ``abfss``), a path of this machine, or ``(url, start, stop)`` for the bytes from one up to, and not
-            including, another. See :func:`list_urls` for all that a bucket has.
-        decode: Makes a sample of the bytes, ``decode(data)``, or of them and the item of `urls`, ``decode(data, url)``;
-            without it the bytes are the sample. In a worker it runs on the worker's loop, otherwise on a thread.
-        store: A store of obstore's, in which the urls are names of objects. It travels to workers: those that cannot be
-            pickled (a ``MemoryStore``) are for forked workers and none.
-        max_bytes: How large an object may be; a larger one is an error. Ranges are as long as you say.
-        store_options: What else :func:`obstore.store.from_url` takes: ``retry_config``, ``client_options`` (such as
-            ``{"timeout": "2 min", "default_headers": {"authorization": "..."}}``), ``config`` (``region``,
-            ``endpoint``, ``access_key_id``, ``skip_signature``, ...), ``credential_provider``. Settings that are not
-            given come from the environment or the machine's role. By default obstore tries ten times within three
-            minutes.
+        store: A store of obstore's, such as ``S3Store("bucket")``, ``from_url("gs://bucket/train")`` or
+            ``HTTPStore.from_url("https://host/folder")``. It travels to workers: those that cannot be pickled (a
+            ``MemoryStore``) are for forked workers and none.
+        names: The objects in there, in the order of the indices.
+        decode: Makes a sample of the bytes of an object and its name, ``decode(data, name)``; without it the bytes are
+            the sample. In a worker it runs on the worker's loop, otherwise on a thread.
 
     Raises:
-        ConfigurationError: There is nothing to serve, a url is of no kind that is known, a range is none.
-        ImportError: obstore is not installed (``asyncloader[remote]``).
+        ConfigurationError: The names are one text.
 
     A sample raises FileNotFoundError for what is not there, PermissionError for what may not be read, and
     :class:`FetchError` for what else does not come.
 
-    To make the dataset asks no server. A process that has read samples (``dataset[0]``, or a loader with
-    ``num_workers=0``) can no longer fork workers that do so: give such loaders
+    To make the dataset asks no server. A process in which obstore was used (by ``dataset[0]``, by a loader with
+    ``num_workers=0``, by ``obstore.list``) can no longer fork workers that use it: give such loaders
     ``multiprocessing_context="forkserver"``.
 
     Example:
-        >>> import pathlib, tempfile
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (folder / "a.txt").write_text("first")
-        >>> dataset = RemoteDataset([(folder / "a.txt").as_uri()], decode=bytes.decode)
+        >>> from obstore.store import MemoryStore
+        >>> store = MemoryStore()
+        >>> _ = store.put("a.txt", b"first")
+        >>> dataset = RemoteDataset(store, ["a.txt"], lambda data, name: (name, data.decode()))
         >>> dataset[0]
-        'first'
+        ('a.txt', 'first')
     """
 
     is_remote = True
 
     def __init__(
-        self,
-        urls: str | Iterable[str | os.PathLike[str] | tuple[str, int, int]],
-        decode: Callable[..., T_co] | None = None,
-        *,
-        store: ObjectStore | None = None,
-        max_bytes: int = MAX_BYTES,
-        **store_options: Any,
+        self, store: ObjectStore, names: Iterable[str], decode: Callable[[bytes, str], T_co] | None = None
     ) -> None:
-        self.urls = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-        self.decode = decode
-        self.max_bytes = at_least("max_bytes", max_bytes, least=1)
-        self._decoder = Decoder(decode)
-        self._source = Source(store, store_options)
-        self._source.check([_part(url).url for url in self.urls], type(self).__name__)
+        if isinstance(names, str):
+            raise ConfigurationError(f"names should be a list of objects, but is the text {names!r}")
+        self.store, self.names, self.decode = store, list(names), decode
 
     def __len__(self) -> int:
-        return len(self.urls)
+        return len(self.names)
 
     def __getitem__(self, index: int) -> T_co:
         """Read one sample."""
-        url = self.urls[operator.index(index)]
-        data = self._source.read(_part(url, self.max_bytes))
-        return self._decoder(data, url)  # type: ignore[no-any-return]
+        import obstore
+
+        name = self.names[operator.index(index)]
+        with _failures_told(name):
+            data = bytes(obstore.get(self.store, name).bytes())
+        return self._decoded(data, name)  # type: ignore[no-any-return]
 
     async def getitem(self, index: int) -> T_co:
         """Read one sample, without blocking the loop."""
-        url = self.urls[operator.index(index)]
-        data = await self._source.read_async(_part(url, self.max_bytes))
-        return await self._decoder.call_async(data, url)  # type: ignore[no-any-return]
+        import obstore
+
+        name = self.names[operator.index(index)]
+        with _failures_told(name):
+            answer = await _call(obstore.get_async, self.store, name)
+            data = bytes(await _call(answer.bytes_async))
+        if get_worker_info() is not None:  # whose loop has nothing else to do
+            return self._decoded(data, name)  # type: ignore[no-any-return]
+        return await in_thread(self._decoded, data, name)
+
+    def _decoded(self, data: bytes, name: str) -> Any:
+        return data if self.decode is None else self.decode(data, name)
 
 
-def _part(url: Any, max_bytes: int | None = None) -> Part:
-    """Return what is to be read for a sample.
+def _call(function: Callable[..., Awaitable[T]], *args: Any) -> Awaitable[T]:
+    """Call a function of obstore's, with an empty context.
+
+    obstore copies the context of the call, to set the result in it. It lets go of the copy on a thread of its own that
+    does not hold the interpreter's lock: the copy stays until obstore is called the next time. In a worker thread, the
+    context knows the dataset (`get_worker_info`), whose connections would stay open after the last epoch.
+    """
+    return contextvars.Context().run(function, *args)
+
+
+@contextlib.contextmanager
+def _failures_told(name: str) -> Iterator[None]:
+    """Raise what an error of obstore means: not there, not allowed, or did not come.
 
     Raises:
-        ConfigurationError: It is neither a url nor a range.
+        RuntimeError: This process was forked from one that had used obstore.
     """
-    if isinstance(url, (str, os.PathLike)):
-        return Part(os.fspath(url), max_bytes=max_bytes)
+    from obstore import exceptions
+
+    global _used_in
+    if _used_in not in (None, os.getpid()):
+        raise RuntimeError(
+            f"obstore was used in process {_used_in} before it forked this one, and would wait for ever here. Start "
+            'the workers with multiprocessing_context="forkserver" or "spawn"; or do not read samples of the dataset '
+            "in the trainer's process before the loader has forked its workers."
+        )
+    _used_in = os.getpid()
     try:
-        where, start, stop = url
-        where, start, stop = os.fspath(where), operator.index(start), operator.index(stop)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"a sample is a url or (url, start, stop), but got {url!r}") from None
-    if not 0 <= start <= stop:
-        raise ConfigurationError(f"{where}: there are no bytes from {start} up to {stop}")
-    return Part(where, start, stop)
-
-
-def list_urls(prefix: str, suffix: str | tuple[str, ...] = "", **store_options: Any) -> list[str]:
-    """Return the urls of all objects that begin with a prefix, sorted, for a :class:`RemoteDataset`.
-
-    A process of its own asks the server, which takes a second or two: so this one can still fork workers.
-
-    Args:
-        prefix: A folder of a bucket: ``s3://bucket/train``.
-        suffix: Which to take: those that end so, or in one of several ways.
-        store_options: As for :class:`RemoteDataset`.
-
-    Raises:
-        FileNotFoundError: There is none.
-        FetchError: The listing did not succeed.
-    """
-    require("obstore", "remote", "list_urls")
-    return run_apart(_list, prefix.rstrip("/"), suffix, store_options)
-
-
-def _list(prefix: str, suffix: str | tuple[str, ...], store_options: Mapping[str, Any]) -> list[str]:
-    """List objects, in a process of its own."""
-    import obstore
-    from obstore.store import from_url
-
-    with failures_told(prefix):
-        chunks = obstore.list(from_url(prefix, **store_options), chunk_size=1000)
-        names = [entry["path"] for chunk in chunks for entry in chunk]
-    urls = sorted(f"{prefix}/{name}" for name in names if name.endswith(suffix))
-    if not urls:
-        raise FileNotFoundError(errno.ENOENT, f"no object that ends with {suffix!r} is there", prefix)
-    return urls
+        yield
+    except Exception as error:
+        # What follows the first line is a dump of Rust structures; there, and in causes, urls have their secrets.
+        said = redacted(str(error).partition("\n")[0])
+        if isinstance(error, (FileNotFoundError, exceptions.NotFoundError)):
+            raise FileNotFoundError(errno.ENOENT, said, redacted(name)) from None
+        if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+            raise PermissionError(errno.EACCES, said, redacted(name)) from None
+        raise FetchError(f"{name}: {type(error).__name__}: {said}") from None

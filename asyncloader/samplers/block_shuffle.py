@@ -28,10 +28,8 @@ _BLOCKS_IN_WINDOW = 4
 class BlockShuffleSampler(ElasticSampler):
     """Shuffle blocks of samples, and the samples within a window of some blocks; go on anywhere, as ElasticSampler.
 
-    For datasets that read samples together, and would read everything for each batch of a random order: row groups of
-    a :class:`~asyncloader.datasets.ParquetDataset`, stretches of :class:`~asyncloader.datasets.TarShards`. They
-    say how large their blocks are (``dataset.block_sizes``), and keep as many as ``cache_bytes`` allow: that should be
-    what a window takes, and one block more. Each worker reads the blocks of which it gets samples.
+    For datasets that read samples together, and would read everything for each batch of a random order. They should
+    keep the blocks of a window, and one more. Each worker reads the blocks of which it gets samples.
 
     Args:
         block_sizes: How many samples there are in each block, one after the other.

@@ -86,7 +86,7 @@ def measure(bench: Bench) -> None:
     count = 400 if bench.quick else 1000
     objects = {f"object/{number}": os.urandom(BYTES) for number in range(count)}
     with FaultServer(objects, latency_s=LATENCY_S) as server, TemporaryDirectory() as folder:
-        source = RemoteDataset([server.url(name) for name in objects], decode)
+        source = RemoteDataset(server.store(), objects, decode)
         for concurrency in (1, 64):
             title = f"{count:,} objects, {concurrency} in flight"
             (uncached, again) = epochs(source, concurrency, 2)

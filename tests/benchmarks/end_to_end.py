@@ -176,7 +176,9 @@ def measure(bench: Bench) -> None:
     objects = {f"{number}.jpg": data for number, data in enumerate(jpegs(512 // few))}
     with FaultServer(objects, LATENCY_S) as server:
         urls = [server.url(name) for name in objects]
-        ours = partial(loaded, bench.loaders["ours"], RemoteDataset(urls, labelled), concurrency=BATCH)
+        ours = partial(
+            loaded, bench.loaders["ours"], RemoteDataset(server.store(), objects, labelled), concurrency=BATCH
+        )
         sides = {
             "torch": partial(train, network, image_loss, partial(loaded, bench.loaders["torch"], Remote(urls))),
             "ours": partial(train, network, image_loss, ours),

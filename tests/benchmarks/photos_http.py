@@ -68,12 +68,13 @@ def measure(bench: Bench) -> None:
     objects = {f"{number}.jpg": data for number, data in enumerate(jpegs(count, 224))}
     bench.note("objects", count=count, mean_bytes=sum(map(len, objects.values())) / count)
     with FaultServer(objects) as prompt, FaultServer(objects, LATENCY_S) as late:
-        at_once, after_20_ms = ([server.url(name) for name in objects] for server in (prompt, late))
+        after_20_ms = list(map(late.url, objects))
+        sets = [RemoteDataset(server.store(), objects, decode) for server in (prompt, late)]
         ours = bench.loaders["ours"]
         for workers in (2,):
             sides = {
-                "ours, no latency": partial(run, ours, RemoteDataset(at_once, decode), workers, concurrency=64),
-                "ours, 20 ms": partial(run, ours, RemoteDataset(after_20_ms, decode), workers, concurrency=64),
+                "ours, no latency": partial(run, ours, sets[0], workers, concurrency=64),
+                "ours, 20 ms": partial(run, ours, sets[1], workers, concurrency=64),
                 "torch, 20 ms": partial(run, bench.loaders["torch"], Blocking(after_20_ms[:few]), workers),
             }
             targets = {"ours, 20 ms": Target(">=", 0.8)}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from asyncloader.datasets import RemoteDataset, apart
+from asyncloader.datasets import RemoteDataset
 from tests.services.fault_server import FaultServer
 from tests.services.postgres import PostgreSQL
 from tests.services.s3 import s3_server
-from tests.support.nursery import Nursery
 
 OBJECTS = {f"number/{number}": f"object {number} ".encode() * (1 + number % 50) for number in range(200)}
 SERVICES = {"s3", "database"}  # fixtures that need a server which pip does not install with the `dev` extra
@@ -52,42 +49,7 @@ def database() -> Iterator[PostgreSQL]:
 @pytest.fixture(scope="session")
 def threads_of_obstore(fault_server: FaultServer) -> None:
     """Bring to life what stays once obstore has been used: its threads, with their descriptors."""
-    assert RemoteDataset(fault_server.url("number/1"))[0] == OBJECTS["number/1"]
-
-
-AS_A_CHILD = """
-import os, sys
-request, answer = (os.open(path, os.O_RDWR | os.O_CREAT) for path in sys.argv[1:])
-os.dup2(request, 0)
-os.dup2(answer, 1)
-"""
-
-
-@pytest.fixture(autouse=True)
-def apart_by_a_fork(
-    request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Have servers be asked in a process that the nursery has forked, in place of an interpreter that imports torch.
-
-    Not in a test marked `interpreter`, which is about that.
-    """
-    if request.node.get_closest_marker("interpreter"):
-        return
-    numbers = itertools.count()
-
-    def run(command: list[str], input: bytes, **_: object) -> SimpleNamespace:
-        path = tmp_path / f"apart_{next(numbers)}"
-        asked, answered = path.with_suffix(".request"), path.with_suffix(".answer")
-        asked.write_bytes(input)
-        path.write_text(AS_A_CHILD + command[-1])
-        program = nursery.start(path, str(asked), str(answered))
-        try:
-            status = program.wait()
-        finally:
-            program.close()
-        return SimpleNamespace(returncode=status, stdout=answered.read_bytes(), stderr=program.err.encode())
-
-    monkeypatch.setattr(apart, "subprocess", SimpleNamespace(run=run))
+    assert RemoteDataset(fault_server.store(), ["number/1"])[0] == OBJECTS["number/1"]
 
 
 @pytest.fixture

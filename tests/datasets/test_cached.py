@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from asyncloader import ConfigurationError, DataLoader, sample_rng, sample_seed
-from asyncloader.datasets import CachedDataset, FileDataset, sample_store
+from asyncloader.datasets import CachedDataset, sample_store
 from tests.support.nursery import Program
 
 COUNT = 40
@@ -491,23 +491,6 @@ async def test_where_opening_fails_what_was_opened_is_closed(where: str, log: Pa
     with pytest.raises(OSError, match="no"):
         await cached.__aenter__()
     assert not good.is_open
-
-
-async def test_files_are_read_once(where: str, tmp_path: Path) -> None:
-    """With a dataset of this package: files are read once."""
-    folder = tmp_path / "files"
-    folder.mkdir()
-    for number in range(5):
-        (folder / f"{number}").write_text(str(number))
-    cached: Any = CachedDataset(FileDataset(folder), where, fingerprint="v1")
-    assert [await cached.getitem(0), cached[1]] == [b"0", b"1"]
-    for path in folder.iterdir():
-        path.unlink()
-    assert [cached[0], await cached.getitem(1)] == [b"0", b"1"]
-    with pytest.raises(FileNotFoundError):
-        await cached.getitem(2)
-    with pytest.raises(FileNotFoundError):
-        cached[2]
 
 
 # ---- on disk ----
