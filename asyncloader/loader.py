@@ -47,7 +47,6 @@ from asyncloader.run.merged_workers import for_workers_of
 from asyncloader.run.plan import load_early
 from asyncloader.run.runs import Runs
 from asyncloader.run.torchdata_state import read_state
-from asyncloader.worker.data_pipes import one_walks
 
 if TYPE_CHECKING:
     from asyncloader.run.base_iterator import BaseIterator
@@ -171,12 +170,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         self.worker_backend = worker_backend
         num_workers = _brought(worker_backend, num_workers)
-        with one_walks(dataset):
-            super().__init__(
-                cast(Dataset[T_co], dataset), batch_size, shuffle, *_accept(dataset, sampler, batch_sampler, shuffle),
-                first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
-                multiprocessing_context, generator, in_order=in_order, persistent_workers=persistent_workers,
-                pin_memory_device=pin_memory_device, prefetch_factor=prefetch_factor)  # fmt: skip
+        super().__init__(
+            cast(Dataset[T_co], dataset), batch_size, shuffle, *_accept(dataset, sampler, batch_sampler, shuffle),
+            first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
+            multiprocessing_context, generator, in_order=in_order, persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device, prefetch_factor=prefetch_factor)  # fmt: skip
         self.concurrency, self.max_buffered_bytes = concurrency, max_buffered_bytes
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
         self.on_timeout, self.on_crash, self.scheduling, self.seeding = on_timeout, on_crash, scheduling, seeding

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from asyncloader.checks import Least, at_least, check_of, no_word, says_auto
 from asyncloader.errors import ConfigurationError
@@ -170,6 +170,11 @@ class Options:
                 f'num_workers="auto" cannot change the number of workers while they are at work: {why}'
             )
         self._check_renewal()
+        if self.has_workers and self.is_in_process and isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            raise ConfigurationError(
+                "data pipes cannot be divided among threads: torch finds the pipes of a graph by a hook that all "
+                'threads of a process share. Use worker_backend="process"'
+            )
         if inspect.iscoroutinefunction(self.collate_fn):
             raise ConfigurationError(
                 "collate_fn is called and not awaited, and this one is a coroutine function: what a batch has to wait "

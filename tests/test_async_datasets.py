@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 import os
 import signal
 import threading
@@ -26,11 +25,10 @@ from torch.utils.data import (
 )
 
 from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError, sample_rng
-from asyncloader.backends.threads import worker as local_worker
 from asyncloader.engine.portal import get_portal
 from asyncloader.worker import stream as child_stream
 from tests.support import inside
-from tests.support.patience import PATIENCE_S, patiently, patiently_async, until, wait_until
+from tests.support.patience import PATIENCE_S, patiently, patiently_async, wait_until
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
 PLACES = [
@@ -807,24 +805,3 @@ async def test_a_dataset_with_objects_of_its_own_stays_on_the_background_loop() 
     for _ in range(2):  # the second time they belong to the background loop
         found = {thread async for thread in DataLoader(dataset, batch_size=None)}
         assert found == {get_portal().call(threading.get_ident).result(PATIENCE_S)}
-
-
-async def test_what_belongs_to_another_loop_is_not_waited_for_in_silence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A line says where the dataset runs, what it waits for, and what to do; once."""
-    monkeypatch.setattr(local_worker, "_SILENT_S", 0.05)
-    queue: asyncio.Queue[int] = asyncio.Queue()
-
-    class Hidden:
-        async def __aiter__(self) -> AsyncIterator[int]:
-            while True:
-                yield await queue.get()
-
-    async with aiter(DataLoader(Hidden(), batch_size=2)) as iterator:
-        waiting = asyncio.ensure_future(anext(iterator))
-        await until(lambda: caplog.records)
-        waiting.cancel()
-    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
-    assert "runs on the background event loop" in record.getMessage()
-    assert "await queue.get()" in record.getMessage()

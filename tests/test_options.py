@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.utils.data
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import asyncloader
 from asyncloader import AsyncLoaderError, ConfigurationError, DataLoader
@@ -280,3 +281,12 @@ def test_an_option_is_added_in_two_places() -> None:
     named = Counter(node.id for node in ast.walk(init) if isinstance(node, ast.Name) and node.id in OPTIONS)
     # Each is named once, where it is kept as an attribute; some are looked at before torch's own __init__ as well.
     assert all(1 <= named[name] <= 2 for name in OPTIONS), named
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_data_pipes_are_not_for_threads() -> None:
+    """One thread would find the pipes of another one, and divide those."""
+    pipe: Any = IterableWrapper(range(3))
+    with pytest.raises(ConfigurationError, match="data pipes cannot be divided among threads"):
+        iter(DataLoader(pipe, num_workers=1, worker_backend="thread"))
+    assert [int(batch) for batch in DataLoader(pipe, worker_backend="thread")] == [0, 1, 2]

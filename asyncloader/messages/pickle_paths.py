@@ -1,11 +1,10 @@
-"""The part of a dataset that cannot be sent to workers, or is large to send: its path, as one writes it in Python.
+"""The part of a dataset that cannot be sent to workers: its path, as one writes it in Python.
 
     dataset.cfg['log'].lock              cannot pickle '_thread.lock' object
     dataset.transform's variable model   the same of what a function closes over
-    dataset.annotations                  list, 312 MB
 
 Objects are taken apart as pickle does it: attributes, items. Each step pickles the parts once more, so this is for what
-has failed, or takes long anyway.
+has failed.
 """
 
 from __future__ import annotations
@@ -16,17 +15,10 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from asyncloader.messages.messages import WorkerSpec
-from asyncloader.messages.pickled_spec import count_copied_bytes, is_picklable
+from asyncloader.messages.pickled_spec import is_picklable
 from asyncloader.seeding.holdings import closed_over
 
-MANY_BYTES = 100 << 20
-"""From here on, what a dataset makes workers copy is told of."""
-
-_told: set[type] = set()
-"""Classes of datasets that have been told of: to find what is large takes as long as several picklings."""
-
 _DEEPEST = 8
-_FEW = 100  # parts of what is large; what has more is named as a whole
 
 
 _Part: TypeAlias = tuple[str, Any]
@@ -56,32 +48,6 @@ def _first_bad(parts: list[_Part]) -> _Part | None:
         half = parts[: len(parts) // 2]
         parts = parts[len(half) :] if is_picklable([thing for _, thing in half]) else half
     return parts[0]
-
-
-def say_large(spec: WorkerSpec, copied_bytes: int) -> str | None:
-    """Say what most of a large pickle is for, and what to do about it; None where it is not large, or was told before.
-
-    Args:
-        spec: The spec that is sent.
-        copied_bytes: How much of it each worker unpickles into memory of its own.
-    """
-    if copied_bytes < MANY_BYTES or type(spec.dataset) in _told:
-        return None
-    _told.add(type(spec.dataset))
-    part, part_bytes = ("dataset", spec.dataset), copied_bytes
-    for _ in range(_DEEPEST):
-        inside = _parts(part)
-        sizes = ((count_copied_bytes(inner[1]), inner) for inner in inside if len(inside) <= _FEW)
-        size, largest = max(sizes, key=lambda sized: sized[0], default=(0, part))
-        if 2 * size < copied_bytes:
-            break
-        part, part_bytes = largest, size
-    path, thing = part
-    return (
-        f"Each worker unpickles {copied_bytes >> 20} MB into memory of its own whenever it is started; "
-        f"{part_bytes >> 20} MB of that are {path} ({type(thing).__name__}). Keep them in an array, a "
-        "tensor, a SharedList or a SharedDict, which workers share; and keep the workers: persistent_workers=True."
-    )
 
 
 def _parts(whole: _Part) -> list[_Part]:

@@ -61,11 +61,6 @@ class PickledSpec(Generic[T]):
             return
         self._fd, self._sizes = write_pickle([data, *(buffer.raw() for buffer in buffers)])
 
-    @property
-    def copied_bytes(self) -> int:
-        """The bytes that each worker unpickles into memory of its own: all but arrays and tensors, which it maps."""
-        return self._sizes[0] if self._sizes else 0
-
     def close(self) -> None:
         """Let go of the memory; workers that have opened it keep theirs."""
         if self._fd >= 0:
@@ -201,14 +196,6 @@ def is_picklable(content: Any) -> bool:
     except Exception as error:
         return _works_at_launch(error)
     return True
-
-
-def count_copied_bytes(content: Any) -> int:
-    """Return what of it each worker would unpickle into memory of its own; 0 where that is not known beforehand."""
-    try:
-        return len(_pickle(content)[0])
-    except Exception:
-        return 0
 
 
 def _dump(pickler: Any, content: Any, reducers: Table | None) -> tuple[bytes, list[pickle.PickleBuffer]]:

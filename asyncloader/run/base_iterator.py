@@ -17,7 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
 from asyncloader import threads
 from asyncloader.engine import exits
@@ -39,7 +39,6 @@ from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
 from asyncloader.run.torchdata_state import read_state
-from asyncloader.worker.data_pipes import one_walks, shard
 
 log = logging.getLogger("asyncloader")
 
@@ -133,8 +132,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def _construct(self, loader: DataLoader[T_co]) -> None:
         """Run torch's constructor, which iterates over the sampler and draws the base seed."""
-        with one_walks(loader.dataset):  # torch seeds each pipe of a graph
-            super().__init__(loader)
+        super().__init__(loader)
         self._pinned_for = accelerator() if self._pin_memory else None
 
     def _begin(
@@ -215,7 +213,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             return None
         if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             return options.worker_init_fn
-        return partial(shard, options.worker_init_fn, self._world_size, self._rank)
+        return partial(_sharding_worker_init_fn, options.worker_init_fn, self._world_size, self._rank)
 
     def set_num_workers(self, num_workers: int) -> None:
         """Do nothing: batches are made without workers, as long as this iterator is there."""

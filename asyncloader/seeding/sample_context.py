@@ -92,7 +92,7 @@ class SampleContext:
     _begun_by: SampleContext | None = None
     _generator: np.random.Generator
     _samples: dict[int, SampleContext] | None = None
-    _seeds: list[int] | None = None
+    _seeds_each = False
     left: Any = None
 
     def __init__(
@@ -117,19 +117,19 @@ class SampleContext:
     @position.setter
     def position(self, position: int) -> None:
         self._position, self.left = position, None
-        if self._seeds is not None:
-            self._seed(self._seeds, position)
+        if self._seeds_each:
+            self._seed(position)
 
-    def seed_each(self, count: int) -> None:
-        """Seed the generators for each of so many samples when its position is set, and for what comes before."""
+    def seed_each(self) -> None:
+        """Seed the generators for each sample when its position is set, and for what comes before."""
         assert self.first is not None
-        self._seeds = self.seeder.seeds(self.first, count)
+        self._seeds_each = True
         self.seeder(self.first, WHOLE)
 
-    def _seed(self, seeds: list[int], position: int) -> None:
+    def _seed(self, position: int) -> None:
         assert self.first is not None
         if position >= 0:
-            self.seeder.set(seeds[position], self.first + position)
+            self.seeder(self.first + position)
         elif position == COLLATION:
             self.seeder(self.first, COLLATE)
 

@@ -36,9 +36,6 @@ ON_DEVICE = -1
 
 _WORD = (1 << 32) - 1
 _FOR_NUMPY = 0x6E756D70
-_LOW, _16 = np.uint64(_WORD), np.uint64(16)
-_GOLDEN = 0x9E3779B97F4A7C15  # of `mix`
-_MANY = 16
 
 
 def seed_worker(base_seed: int, worker_id: int) -> int:
@@ -91,22 +88,6 @@ def _seed(key: int, mixed_key: int, number: int) -> int:
     return mix_on(mixed_key, number) >> 33 << 32 | low ^ low >> 16
 
 
-def _seeds(key: int, mixed_key: int, first: int, count: int) -> list[int]:
-    """Do what `_seed` does for so many numbers from ``first`` on: many at once take a third of the time each."""
-    if count < _MANY or first + count > _WORD:
-        return [_seed(key, mixed_key, number) for number in range(first, first + count)]
-    low = (np.arange(first, first + count, dtype=np.uint64) ^ np.uint64(key & _WORD)) & _LOW
-    for carry in (np.uint64(key >> 32), np.uint64(0)):
-        low = (low ^ low >> _16) * np.uint64(0x85EBCA6B) & _LOW
-        low = (low ^ low >> np.uint64(13)) * np.uint64(0xC2B2AE35) & _LOW
-        low = (low ^ low >> _16 ^ carry) & _LOW
-    high = np.arange(first, first + count, dtype=np.uint64) + np.uint64((mixed_key + _GOLDEN) & (1 << 64) - 1)
-    high = (high ^ high >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    high = (high ^ high >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    high ^= high >> np.uint64(31)
-    return (high >> np.uint64(33) << np.uint64(32) | low).tolist()  # type: ignore[no-any-return]
-
-
 class Seeder:
     """Seeds the generators for one batch after another, or one sample. Each worker has its own, for each epoch.
 
@@ -132,13 +113,17 @@ class Seeder:
             number: The number of the batch, or of the sample in the epoch.
             part: The part of the batch or sample; each has numbers of its own.
         """
+        # torch's own generator is seeded directly: ``torch.manual_seed`` walks over all devices and takes 160 us;
+        # Python's by the method that ``random.seed`` calls in the end. numpy gets one word too: an array of words takes
+        # it 14 us more. Not torch's word, for it is the same generator, begun in the same way.
         seed = _seed(*self._keys_of(part), number)
-        self.set(seed, number, part)
+        self._seed_python(seed)
+        self._python.gauss_next = None
+        self._seed_torch(seed)
+        np.random.seed((seed ^ _FOR_NUMPY) & _WORD)
+        if self.own:
+            self.own.seed(number, part)
         return seed
-
-    def seeds(self, first: int, count: int) -> list[int]:
-        """Return the seeds of samples that come one after the other, for `set`."""
-        return _seeds(*self._keys_of(0), first, count)
 
     def _keys_of(self, part: int) -> tuple[int, int]:
         keys = self._keys.get(part)
@@ -146,17 +131,3 @@ class Seeder:
             key = mix(*self.key, part) if part else mix(*self.key)
             keys = self._keys[part] = key, mix(key)
         return keys
-
-    def set(self, seed: int, number: int, part: int = 0) -> None:
-        """Seed the global generators with this seed, and the dataset's own for this batch, or sample.
-
-        torch's own generator is seeded directly: ``torch.manual_seed`` walks over all devices and takes 160 us;
-        Python's by the method that ``random.seed`` calls in the end. numpy gets one word too: an array of words takes
-        it 14 us more. Not torch's, for it is the same generator, begun in the same way.
-        """
-        self._seed_python(seed)
-        self._python.gauss_next = None
-        self._seed_torch(seed)
-        np.random.seed((seed ^ _FOR_NUMPY) & _WORD)
-        if self.own:
-            self.own.seed(number, part)

@@ -5,9 +5,10 @@
 
 With ``seeding="sample"``, in a worker process, each sample has draws of its own across everything that it awaits
 (`GeneratorSwitch`): before a step the generators are seeded for its sample, and get the states back that its earlier
-steps have left; after it, the states of those that it has moved are put away. Seeding takes 10 us a step, a look
-1.5 us. Tasks that a sample begins (``asyncio.gather``, a TaskGroup) have draws of their own, by the order
-in which the sample begins them. Steps hold the lock of `sample_seed` blocks: blocks of threads wait for their end.
+steps have left; after it, the states of those that it has moved are put away. A step takes 25 us for that: 10 for the
+seeds, the rest to see what moves. Tasks that a sample begins (``asyncio.gather``, a TaskGroup) have draws of their own,
+by the order in which the sample begins them. Steps hold the lock of `sample_seed` blocks: blocks of threads wait for
+their end.
 
 Elsewhere samples that are made at the same time share the generators, with each other or with the trainer. The first
 draw that is seen is warned of (`DrawWatch`).
@@ -81,7 +82,7 @@ class DrawWatch(Steps):
     def __init__(self, own: Iterable[Any] = (), *, is_alone: bool) -> None:
         self.is_on = not is_alone
         self._is_alone = is_alone
-        self._positions = positions(own)
+        self._positions = positions((*GLOBAL, *own))
         self._mark = self._positions()
 
     def begin(self, draws: object = None) -> None:
@@ -135,7 +136,7 @@ class GeneratorSwitch(Steps):
         """Seed for another run. Samples of the last one that are cancelled may still have steps."""
         self._seeder = seeder
         self._generators = (*GLOBAL, *seeder.own)
-        self._positions = positions(seeder.own)
+        self._positions = positions(self._generators)
         self._last: SampleDraws | None = None  # whom they were seeded for
         self._mark = self._positions()  # where the generators were left
 

@@ -29,7 +29,6 @@ from typing import Any
 
 PAGE = mmap.PAGESIZE
 _IS_DARWIN = sys.platform == "darwin"
-_MAP_FIXED = 0x10  # on Linux and macOS
 _MAP_NORESERVE = 0 if _IS_DARWIN else 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _FALLOC_PUNCH_HOLE = 0x02 | 0x01  # with FALLOC_FL_KEEP_SIZE
@@ -126,13 +125,6 @@ class Arena:
             return False
         fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
         return bool(fallocate(self._fd, _FALLOC_PUNCH_HOLE, offset, length) == 0)
-
-    def put_apart(self, offset: int, contents: bytes) -> None:
-        """Have memory of this process alone, with these contents, in the place of a region that is shared."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-        address = self.base + offset
-        if _libc.mmap(address, len(contents), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != _MAP_FAILED:
-            ctypes.memmove(address, contents, len(contents))
 
     def close(self) -> None:
         """Unmap. Nothing may refer to the memory any more."""

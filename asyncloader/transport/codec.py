@@ -88,12 +88,9 @@ class Encoder:
     def watch_forks(self) -> None:
         """Have children that this process forks, as collate_fn may, take no slabs and keep what they look at."""
         if (heap := self._heap) is not None:
-            forks = {"before": heap.before_fork, "after_in_parent": heap.after_fork}
-            os.register_at_fork(**forks, after_in_child=self._leave_heap)
+            os.register_at_fork(before=heap.before_fork, after_in_child=self._leave_heap)
 
     def _leave_heap(self) -> None:
-        assert self._heap is not None
-        self._heap.leave()
         self._heap = None
 
     # --------------------------------------------------------------------------------------------------- pickling

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from asyncloader.transport.arena import PAGE
 
@@ -47,44 +47,36 @@ def gaps(first: int, end: int, regions: Iterable[Region]) -> Iterator[tuple[int,
 
 
 class FreeList:
-    """Free regions. The last to come is used first, for it is warm; the first to come is given back first."""
+    """Free regions by capacity. Of one capacity the last to come is used first, for it is warm.
+
+    The first to come of the capacity that has been there for longest is given back first.
+    """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._by_age: dict[int, Region] = {}  # by offset
         self._by_capacity: dict[int, list[Region]] = {}
-        self._capacities: list[int] = []  # sorted, of those that have regions
 
     def __iter__(self) -> Iterator[Region]:
-        return iter(self._by_age.values())
+        return chain.from_iterable(self._by_capacity.values())
 
     def put(self, region: Region) -> None:
         """Add a region that nobody uses."""
-        stack = self._by_capacity.setdefault(region.capacity, [])
-        if not stack:
-            bisect.insort(self._capacities, region.capacity)
-        stack.append(region)
-        self._by_age[region.offset] = region
+        self._by_capacity.setdefault(region.capacity, []).append(region)
         self.nbytes += region.capacity
 
     def take(self, nbytes: int) -> Region | None:
         """Remove and return the best fit for a buffer."""
-        i = bisect.bisect_left(self._capacities, nbytes)
-        if i == len(self._capacities) or not fits(nbytes, self._capacities[i]):
-            return None
-        return self._remove(self._by_capacity[self._capacities[i]], -1)
+        capacity = min((each for each in self._by_capacity if fits(nbytes, each)), default=None)
+        return None if capacity is None else self._remove(capacity, -1)
 
     def take_oldest(self) -> Region | None:
-        """Remove and return the region that has been free for longest."""
-        for region in self._by_age.values():
-            return self._remove(self._by_capacity[region.capacity], 0)
-        return None
+        """Remove and return the region that is given back first."""
+        return next((self._remove(capacity, 0) for capacity in self._by_capacity), None)
 
-    def _remove(self, stack: list[Region], index: int) -> Region:
-        # Both the stacks and _by_age are in order of arrival, so the oldest of all is at the bottom of its stack.
+    def _remove(self, capacity: int, index: int) -> Region:
+        stack = self._by_capacity[capacity]
         region = stack.pop(index)
         if not stack:
-            self._capacities.remove(region.capacity)
-        del self._by_age[region.offset]
-        self.nbytes -= region.capacity
+            del self._by_capacity[capacity]
+        self.nbytes -= capacity
         return region

@@ -13,10 +13,8 @@ more. (mimalloc's heaps of threads are such owners, and get blocks that others f
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterable
-from threading import get_ident
 from time import monotonic
 from typing import Any
 
@@ -75,8 +73,7 @@ class Heap:
         self._max_bytes = max_bytes
         self._limit = 0
         self._looked_at = -_LOOK_EVERY_S
-        # By the thread that forks: offsets and contents of what its child may look at.
-        self._copies: dict[int, list[tuple[int, bytes]]] = {}
+        self._kept: list[Any] = []  # exporters of regions that forked children may look at
 
     def __repr__(self) -> str:
         return f"<Heap reserved={self.reserved} idle={self._idle.nbytes} taken={[*self._taken]} sent={[*self._sent]}>"
@@ -200,20 +197,9 @@ class Heap:
 
     # ----------------------------------------------------------------------------------------------------- forks
     def before_fork(self) -> None:
-        """Copy what this process refers to: a child that it forks has the same memory, and may look for longer."""
-        self._copies[get_ident()] = [
-            (region.offset, ctypes.string_at(self.arena.base + region.offset, region.capacity))
-            for region, ref in [*self._taken.values(), *self._sent.values()]
-            if ref is not None and ref() is not None
-        ]
+        """Keep for good what this process refers to: a child that it forks has the same memory, and may look longer.
 
-    def after_fork(self) -> None:
-        """Drop the copies, in this process."""
-        del self._copies[get_ident()]
-
-    def leave(self) -> None:
-        """In the child: have the copies in the places of the regions, which the parent goes on writing to."""
-        for offset, contents in self._copies[get_ident()]:
-            self.arena.put_apart(offset, contents)
-        for places in (self._copies, self._taken, self._sent):
-            places.clear()
+        Most workers refer to no batch then, unless they keep some.
+        """
+        refs = [ref for _, ref in [*self._taken.values(), *self._sent.values()]]
+        self._kept += [exporter for ref in refs if ref is not None and (exporter := ref()) is not None]

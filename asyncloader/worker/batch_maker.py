@@ -48,7 +48,6 @@ from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleC
 from asyncloader.seeding.seeder import COLLATE, Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch
 from asyncloader.transport.collate import is_default, recycling_collate
-from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher, refuse_awaitables
 from asyncloader.worker.job import Job, NoGoodSample, mend
 from asyncloader.worker.odd_sample import find_odd_sample
@@ -301,8 +300,7 @@ class BatchMaker:
 
         shared_rng = torch.Generator()
         shared_rng.manual_seed(self._epoch.shared_seed)
-        with one_walks(dataset):
-            return apply_random_seed(dataset, shared_rng)
+        return apply_random_seed(dataset, shared_rng)
 
     def close(self) -> None:
         """Let go of the dataset and its iterator."""
@@ -396,9 +394,7 @@ class BatchMaker:
             return keys
         keys, here.first = keys
         if self._seeds:
-            is_batched = self.spec.auto_collation
-            keys = list(keys) if is_batched and not hasattr(keys, "__len__") else keys
-            here.seed_each(len(keys) if is_batched else 1)
+            here.seed_each()
         return keys
 
     def _catch_up(self, keeper: Keeper) -> None:

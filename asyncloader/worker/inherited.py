@@ -14,28 +14,25 @@ import fcntl
 import logging
 import os
 import stat
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import cmp_to_key, partial
 from typing import NamedTuple
 
 log = logging.getLogger("asyncloader")
 
 _FOLDER = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 _O_PATH = getattr(os, "O_PATH", 0)
-_SYS_KCMP = {"x86_64": 312, "aarch64": 272}
 
 
 class OpenFile(NamedTuple):
-    """A file that is open, as the kernel knows it: an open file description.
+    """A file that is open.
 
     Attributes:
-        fds: Its descriptors; more than one where a descriptor was copied.
+        fd: Its descriptor.
         flags: Its access mode and status flags.
         offset: Where it is read next.
     """
 
-    fds: tuple[int, ...]
+    fd: int
     flags: int
     offset: int
 
@@ -43,16 +40,12 @@ class OpenFile(NamedTuple):
 def files_to_reopen() -> list[OpenFile]:
     """Return the regular files that are open for reading only, with their offsets of now: to be called at the fork."""
     found: list[OpenFile] = []
-    alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for fd, status in _inherited():
         if stat.S_ISREG(status.st_mode):
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if flags & os.O_ACCMODE == os.O_RDONLY and not flags & _O_PATH:
-                alike[status.st_dev, status.st_ino, flags].append(fd)
-    for (_, _, flags), fds in alike.items():
-        for copies in _by_description(fds):
-            with contextlib.suppress(OSError):  # some files of the kernel's have no offset
-                found.append(OpenFile(tuple(copies), flags, os.lseek(copies[0], 0, os.SEEK_CUR)))
+                with contextlib.suppress(OSError):  # some files of the kernel's have no offset
+                    found.append(OpenFile(fd, flags, os.lseek(fd, 0, os.SEEK_CUR)))
     return found
 
 
@@ -62,47 +55,25 @@ def reopen(files: Iterable[OpenFile]) -> None:
     The link in /proc leads to the file itself, though it was renamed or deleted, or never had a name. A lock on the
     whole file (``flock``) belongs to the description: this process keeps that as well, as long as it lives.
     """
-    for file in files:
+    for fd, flags, offset in files:
         try:
-            if _is_locked(file.fds[0]):
-                os.dup(file.fds[0])
-            new = os.open(f"{_FOLDER}/{file.fds[0]}", file.flags & ~os.O_NOFOLLOW | os.O_CLOEXEC)
+            if _is_locked(fd):
+                os.dup(fd)
+            new = os.open(f"{_FOLDER}/{fd}", flags & ~os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                os.lseek(new, file.offset, os.SEEK_SET)
-                for fd in file.fds:
-                    os.dup2(new, fd, inheritable=os.get_inheritable(fd))
+                os.lseek(new, offset, os.SEEK_SET)
+                os.dup2(new, fd, inheritable=os.get_inheritable(fd))
             finally:
                 os.close(new)
         except OSError as error:
             words = "Worker with pid %d shares the offset of descriptor %d, whose file cannot be opened again: %s"
-            log.debug(words, os.getpid(), file.fds[0], error)
+            log.debug(words, os.getpid(), fd, error)
 
 
 def _is_locked(fd: int) -> bool:
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fd}", "rb") as info:
         return b"\nlock:" in info.read()
     return False
-
-
-def _by_description(fds: list[int]) -> list[list[int]]:
-    """Group descriptors by the open file description that they stand for: copies (``dup``) share an offset on purpose.
-
-    Where the kernel does not tell (a container without CAP_SYS_PTRACE), each descriptor is taken for a file of its own.
-    """
-    number = _SYS_KCMP.get(os.uname().machine)
-    if len(fds) == 1 or number is None:
-        return [[fd] for fd in fds]
-    import ctypes  # hardly ever needed
-
-    kcmp, process = partial(ctypes.CDLL(None).syscall, number), os.getpid()
-    order = {0: 0, 1: -1, 2: 1}
-    groups: list[list[int]] = []
-    for fd in sorted(fds, key=cmp_to_key(lambda one, other: order.get(kcmp(process, process, 0, one, other), 0))):
-        if groups and kcmp(process, process, 0, groups[-1][0], fd) == 0:
-            groups[-1].append(fd)
-        else:
-            groups.append([fd])
-    return groups
 
 
 def _inherited() -> Iterator[tuple[int, os.stat_result]]:

@@ -6,14 +6,13 @@ block, and one where nothing is seeded.
 
 Targets: a sample seeded in 10 us.
 
-Found on two cores at 2.5 GHz: `random.seed` takes 5.0 us, numpy's 2.2, torch's 1.4, and the numbers themselves 2, or
-0.7 for each of 64 samples: 10.5 in all, while other jobs had the cores seven times over. Nothing of that can be put
-off: what a sample will draw from is not known before it does, and what it has drawn from cannot be put right later.
+Found on two cores at 2.5 GHz: `random.seed` takes 5.0 us, numpy's 2.2, torch's 1.4, and the numbers themselves 2; all
+of it 9.1 for a sample, while other jobs had the cores. Nothing of that can be put off: what a sample will draw from is
+not known before it does, and what it has drawn from cannot be put right later.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from itertools import count
 from time import thread_time
@@ -33,15 +32,13 @@ def measure(bench: Bench) -> None:
     rounds = 100 if bench.quick else 1000
     seed, numbers = Seeder(KEY), count()
     dataset = keys = list(range(SAMPLES))
-    fetch = MapFetcher(
-        dataset, WorkerSpec(None, False, True, None, False, None, 1, 0, False, knows_places=True), asyncio.run
-    )
+    fetch = MapFetcher(dataset, WorkerSpec(None, False, True, None, False, None, 1, 0, False, knows_places=True))
 
     def fetched(*, is_seeded: bool) -> None:
         here = SampleContext(seed, 0, first=0)
         current.set(here)
         if is_seeded:
-            here.seed_each(SAMPLES)
+            here.seed_each()
         fetch(keys, here)
 
     def block() -> None:

@@ -201,6 +201,7 @@ def test_draws_for_a_stream(make: Subject, num_workers: int) -> object:
     return make.batches(loader), torch.get_rng_state(), make.batches(loader), torch.get_rng_state()
 
 
+@pytest.mark.processes
 @FEW_WORKERS
 @same_as_torch("IterDataPipe")
 def test_iter_data_pipe_is_sharded_and_shuffled(make: Subject, num_workers: int) -> object:

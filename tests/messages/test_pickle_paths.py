@@ -1,4 +1,4 @@
-"""What cannot be sent to workers, and what is large to send, are named by their paths."""
+"""What cannot be sent to workers is named by its path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Subset
@@ -94,25 +93,6 @@ def test_so_are_functions(name: str) -> None:
     with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(TypeError) as caught:
         iter(loader)
     assert caught.value.__notes__[-1].startswith(f"{name}'s variable lock (lock) cannot be sent")
-
-
-def test_what_workers_copy_is_told_where_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The innermost part that most of it is for, once. Arrays and tensors do not count: workers map them."""
-    monkeypatch.setattr("asyncloader.messages.pickle_paths._told", set())
-    monkeypatch.setattr("asyncloader.messages.pickle_paths.MANY_BYTES", 1 << 20)
-    labels = [f"sample {number}" for number in range(200_000)]
-    shared = {"array": np.zeros(1 << 20), "tensor": torch.zeros(1 << 20)}
-    large = Held(cfg={"labels": labels, "other": labels[:10]}, **shared)
-    with pytest.warns(UserWarning, match=r"dataset\.cfg\['labels'\] \(list\)") as caught:
-        assert len(list(DataLoader(large, num_workers=1, multiprocessing_context="forkserver"))) == 4
-    assert [str(each.message).partition(";")[0] for each in caught] == [
-        "Each worker unpickles 2 MB into memory of its own whenever it is started"
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(list(DataLoader(large, num_workers=1, multiprocessing_context="forkserver"))) == 4
-        monkeypatch.setattr("asyncloader.messages.pickle_paths._told", set())
-        assert len(list(DataLoader(Held(**shared), num_workers=1, multiprocessing_context="forkserver"))) == 4
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

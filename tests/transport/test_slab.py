@@ -665,13 +665,11 @@ def collated_for_a_child(samples: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_a_child_of_a_worker_sees_the_batches_of_that_moment() -> None:
-    """The worker goes on in the same memory, which the trainer has returned; the child has a copy of its own."""
-    before = slab.slab_pool().reserved_bytes
+    """The worker goes on in other memory, also when the trainer has returned that batch."""
     samples = [torch.full((FLOATS,), float(number // 2)) for number in range(24)]
     *batches, seen = map(torch.clone, DataLoader(samples, 2, num_workers=1, collate_fn=collated_for_a_child))
     assert [batch[0, 0].item() for batch in batches] == [*range(11)]
     assert seen.tolist() == [0] * 12
-    assert slab.slab_pool().reserved_bytes - before <= 10 * 2 * MIB  # nothing was kept for children
 
 
 def test_a_child_has_a_pool_of_its_own() -> None:

@@ -32,13 +32,12 @@ from asyncloader.messages.messages import (
     WorkerSpec,
 )
 from asyncloader.messages.outcome import OUTCOMES, unpack
-from asyncloader.messages.pickle_paths import say_large, say_unpicklable
+from asyncloader.messages.pickle_paths import say_unpicklable
 from asyncloader.messages.pickled_spec import PickledSpec
 from asyncloader.messages.tickets import pack_tickets, pickle_tickets
 from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_heap import WorkerHeap, heap_for_a_worker
-from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 _AT_ONCE = 8
@@ -79,8 +78,7 @@ class Pool(Backend[WorkerProcess]):
             with contextlib.suppress(OSError):  # whoever launches a worker will tell
                 fresh.start_server()  # it imports what it is to import while this pickles
         try:
-            with one_walks(self._spec.dataset):
-                self._source = PickledSpec(self._spec)
+            self._source = PickledSpec(self._spec)
         except Exception as error:
             with_notes(error, [say_unpicklable(self._spec)])
             warn(
@@ -90,8 +88,6 @@ class Pool(Backend[WorkerProcess]):
                 "forkserver-start-methods"
             )
             raise
-        if (news := say_large(self._spec, self._source.copied_bytes)) is not None:
-            warn(news)
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start the processes, some at a time; `started` is called each time. On failure all of them are ended.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import logging
 import os
 import sys
 import threading
@@ -32,26 +31,13 @@ from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.observe.activity import Activity, activity
 from asyncloader.stack_text import stack_of
-from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
 from asyncloader.worker.serial_loop import SerialLoop
 from asyncloader.worker.transport import ParentGone
 
-log = logging.getLogger("asyncloader")
-
 _HANDOVER_S = 3.0
 """A worker waits so long for others on the same loop to close what the same dataset has open."""
-
-_SILENT_S = 5.0
-"""A worker on the portal's loop that has made nothing of its first tickets by then is spoken of. Seconds."""
-
-_SILENT = (
-    "The async dataset has given no batch for %.0f s. It runs on the background event loop: what belongs to another "
-    "loop does not wake it there, such as an asyncio.Queue that a task of yours fills. If that is what it waits for, "
-    "read the queue by `await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(queue.get(), your_loop))`, and "
-    "iterate with `async for`, so that your loop turns.\n%s"
-)
 
 _closing: dict[asyncio.Task[None], Any] = {}
 """By worker on the portal's loop that was told to finish, or cancelled, its dataset: others wait until it is closed."""
@@ -89,8 +75,6 @@ class LocalWorker(Worker):
         self._dataset: Any = None
         self._on_thread = on_thread
         self._timer: asyncio.TimerHandle | None = None
-        self._silence: asyncio.TimerHandle | None = None
-        self._first_ticket: int | None = None
 
     def __repr__(self) -> str:
         return f"<LocalWorker {self.worker_id} {self.state.name}>"
@@ -110,7 +94,6 @@ class LocalWorker(Worker):
             self._task = self._loop.loop.create_task(self._serve(spec, epoch), name=name)
             # Also if it was cancelled before its first step, with all others of the loop.
             self._task.add_done_callback(lambda _: self._loop.run(self._on_end))
-            self._silence = self._loop.call_later(_SILENT_S, self._tell_of_silence)
         self.state = WorkerState.RUNNING
         self.started_at = time.monotonic()
 
@@ -190,7 +173,6 @@ class LocalWorker(Worker):
         expected = is_abandoned or self.state is WorkerState.ENDING
         if self._timer is not None:
             self._timer.cancel()
-        self._heard()
         if is_abandoned:
             self._thread = None
         self.state = WorkerState.DEAD
@@ -220,8 +202,6 @@ class LocalWorker(Worker):
 
     def put(self, kind: int, contents: Any) -> None:
         """Send it a message."""
-        if kind == Kind.TICKETS and self._first_ticket is None:
-            self._first_ticket = contents[0][0]
         self._transport.put(kind, contents)
 
     def _post(self, kind: int, body: Any) -> None:
@@ -231,27 +211,8 @@ class LocalWorker(Worker):
             self._loop.call_soon_threadsafe(self._on_message, kind, body, perf_counter())
 
     def _on_message(self, kind: int, body: Any, arrived_at: float) -> None:
-        if kind in OUTCOMES:
-            self._heard()
         if self._owner is not None:
             self._owner.on_message(self, kind, body, arrived_at)
-
-    # ----------------------------------------------------------------------------------------------------- silence
-
-    def _heard(self) -> None:
-        """Note that something has come, or that nothing more will: there is no silence to speak of."""
-        if self._silence is not None:
-            self._silence.cancel()
-            self._silence = None
-
-    def _tell_of_silence(self) -> None:
-        if self._first_ticket is not None:
-            self.ask_stack(self._first_ticket, self._log_silence)
-
-    def _log_silence(self, awaits: str) -> None:
-        if self._silence is not None:
-            self._silence = None
-            log.warning(_SILENT, _SILENT_S, awaits)
 
     # ---------------------------------------------------------------------------------------------------- stacks
 
@@ -276,8 +237,7 @@ def private_copy(dataset: Any) -> Any:
     copied are shared.
     """
     try:
-        with one_walks(dataset):
-            copied = copy.copy(dataset)
+        copied = copy.copy(dataset)
     except Exception:
         return dataset
     if isinstance(copied, Subset):
