@@ -73,7 +73,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         collate_fn: Makes a batch of a list of samples.
         pin_memory: Copy batches into page-locked memory, on a side thread; types with a ``pin_memory`` method too.
         drop_last: Leave out an incomplete last batch.
-        timeout: How long a consumer waits for a batch, in seconds; 0 for no limit.
+        timeout: How long a consumer waits for a batch, in seconds; 0 for no limit. Without workers only for keys that
+            arrive, those of a feed for example.
         worker_init_fn: Called in each worker with its id.
         multiprocessing_context: "fork", "forkserver", "spawn", or a context.
         generator: Draws the order and the base seed.
@@ -171,7 +172,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.worker_backend = worker_backend
         num_workers = _brought(worker_backend, num_workers)
         super().__init__(
-            cast(Dataset[T_co], dataset), batch_size, shuffle, *_accept(dataset, sampler, batch_sampler, shuffle),
+            cast(Dataset[T_co], dataset), batch_size, shuffle,
+            *_accept(dataset, sampler, batch_sampler, shuffle, batch_size, drop_last),
             first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
             multiprocessing_context, generator, in_order=in_order, persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device, prefetch_factor=prefetch_factor)  # fmt: skip
@@ -265,11 +267,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if (state := runs.loaded) is not None:
             check(state, options)
         if options.is_inline:
-            if options.timeout:
-                raise AssertionError(  # as torch's loader, whose words do not say what to do
-                    f"timeout={options.timeout:g} is for workers, and with num_workers=0 there are none, so nobody "
-                    "could stop waiting for what hangs. Use num_workers=1, or timeout=0"
-                )
             iterator = inline_iterator(self, options, runs, state)
         else:
             self.check_worker_number_rationality()
@@ -454,7 +451,9 @@ def _import_replay() -> Any:
     return replay
 
 
-def _accept(dataset: Any, sampler: Any, batch_sampler: Any, shuffle: bool | None) -> tuple[Any, Any]:
+def _accept(
+    dataset: Any, sampler: Any, batch_sampler: Any, shuffle: bool | None, batch_size: int | None, drop_last: bool
+) -> tuple[Any, Any]:
     """Have torch take an async iterable for one; return sampler and batch sampler, perhaps one the dataset brings."""
     accept_iterable(dataset)
     if sampler is not None or batch_sampler is not None or not isinstance(dataset, SuppliesKeys):
@@ -462,6 +461,11 @@ def _accept(dataset: Any, sampler: Any, batch_sampler: Any, shuffle: bool | None
     if shuffle:
         raise ConfigurationError(f"{type(dataset).__name__} brings its own order: shuffle=True has no meaning")
     if (brought := dataset.make_batch_sampler()) is not None:
+        if batch_size != 1 or drop_last:
+            name = type(dataset).__name__
+            raise ConfigurationError(
+                f"{name} brings its batches: give batch_size and drop_last to {name}(...), and none to the loader"
+            )
         return None, brought
     return dataset.make_sampler(), None
 

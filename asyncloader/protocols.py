@@ -320,7 +320,7 @@ class ArrivingKeys(Protocol):
 
     It may have more methods, which are called where they are there:
 
-    - ``why_no_keys()`` tells when keys are waited for in vain: the reason, or "".
+    - ``why_no_keys(in_vain=False)`` tells what keys wait for; with True that, or "" if it may still come.
     - ``end_with(consumer)``, for one that reads ahead, has it read nothing more as soon as this object is dropped, and
       is called before the first key is asked for. ``leave()`` has it read nothing more, and returns; in any thread.
     - ``follow(given)``, for one whose keys depend on how far consumers are, gives it what counts, in any thread, how

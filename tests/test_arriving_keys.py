@@ -139,7 +139,7 @@ def test_workers_get_what_comes_while_the_trainer_computes() -> None:
     assert torch.cat(list(iterator)).tolist() == [key**2 for key in range(2, 20)]
 
 
-@pytest.mark.parametrize("options", WORKERS[1:])
+@pytest.mark.parametrize("options", WORKERS)
 def test_a_silence_is_named(options: dict[str, Any]) -> None:
     """With a time limit; the next call goes on."""
     dataset = Fed()

@@ -6,9 +6,18 @@ before it asks, and looked at again afterwards.
 
 from __future__ import annotations
 
+import logging
+import math
+from time import monotonic
 from typing import Any
 
+from asyncloader.errors import timed_out
 from asyncloader.weak import while_alive
+
+log = logging.getLogger("asyncloader")
+
+FIRST_S = 60.0
+"""A shorter wait is never spoken of. Seconds."""
 
 
 class Arrivals:
@@ -45,3 +54,47 @@ class Arrivals:
             if has_come:
                 return False
         return self.are_awaited
+
+
+class KeyWait:
+    """How long a run without workers waits for its next keys. With workers the engine looks after that.
+
+    Args:
+        plan: Its keys are waited for.
+        timeout_s: A longer wait is an error; 0 for no limit. Seconds.
+
+    Attributes:
+        deadline: When it has to be looked at, on the clock of `time.monotonic`. Seconds.
+    """
+
+    def __init__(self, plan: Any, timeout_s: float) -> None:
+        self._plan, self._timeout_s = plan, timeout_s
+        self._silent_s = FIRST_S
+        self.begin()
+
+    def begin(self) -> None:
+        """Note that a wait begins."""
+        self._began = monotonic()
+        self._ends_at = self._began + (self._timeout_s or math.inf)
+        self._tells_at = self._began + self._silent_s
+        self.deadline = min(self._ends_at, self._tells_at)
+
+    def look(self) -> None:
+        """Raise at the limit; otherwise tell the log, in longer and longer intervals, of a wait that may be in vain.
+
+        Raises:
+            BatchTimeoutError: at the limit. The next call waits for the same keys.
+        """
+        now = monotonic()
+        if now >= self._ends_at:
+            raise timed_out(self._timeout_s, why=late_keys(self._plan))
+        if why := self._plan.why_no_keys(in_vain=True):
+            self._silent_s *= 2
+            log.warning("The trainer has waited %.0f s for a batch that has not come: %s.", now - self._began, why)
+        self._tells_at = now + self._silent_s
+        self.deadline = min(self._ends_at, self._tells_at)
+
+
+def late_keys(plan: Any) -> str:
+    """Say that the keys of a plan have not arrived, and what they wait for, if that is known."""
+    return ": ".join(filter(None, ("its keys have not arrived", plan.why_no_keys(in_vain=False))))

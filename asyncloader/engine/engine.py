@@ -36,6 +36,7 @@ from asyncloader.backends.backend import END_GRACE_S, Backend, Came
 from asyncloader.backends.worker import Worker
 from asyncloader.engine import hang_report
 from asyncloader.engine.actions import Action, Fail, Ticket, Vacate
+from asyncloader.engine.arrivals import late_keys
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.hang_report import HangReporter
@@ -710,7 +711,7 @@ class Engine:
         if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being pinned
             silent_s = perf_counter() - self._heard_at
             waits_on = bool(run.scheduler.resting) or self.recovery.waits_on(timeout_s, silent_s)
-            why = "its keys have not arrived" if run.awaits_keys else ""
+            why = late_keys(run.plan) if run.awaits_keys else ""
             run.answer(None if waits_on else timed_out(timeout_s, why=why))
             return
         process.ask_stack(ticket.batch, lambda stack: run.answer(self._on_stack(timeout_s, ticket, process, stack)))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from asyncloader.backends.backend import Backend
 from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Ticket
+from asyncloader.engine.arrivals import FIRST_S
 from asyncloader.engine.run import Run
 from asyncloader.errors import describe_batch
 from asyncloader.observe.activity import Activity, threaded_libraries, threads_at
@@ -23,9 +24,6 @@ log = logging.getLogger("asyncloader")
 
 LOOK_S = 15.0
 """How often consumers are looked at. Seconds."""
-
-FIRST_S = 60.0
-"""A shorter wait is never spoken of. Seconds."""
 
 _TIMES = 20
 """Nor is one that is shorter than so many times the work of the slowest batch."""
@@ -148,7 +146,7 @@ class HangReporter:
 
     def _tell_of_nobody(self, run: Run, waited_s: float) -> None:
         why = "it waits for a worker, or it is being joined or pinned"
-        if not run.awaits_keys or (why := run.why_no_keys()):
+        if not run.awaits_keys or (why := run.plan.why_no_keys(in_vain=True)):
             log.warning("%s No worker has it: %s.", _waited(waited_s), why)
 
     def _tell(self, ticket: Ticket, worker: Worker, waited_s: float, stack: str) -> None:

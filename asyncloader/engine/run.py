@@ -237,9 +237,10 @@ class Run:
         """Whether the next keys are still to arrive; whoever brings them calls `keys_came`."""
         return self._arrivals.are_awaited
 
-    def why_no_keys(self) -> str:
-        """Return what the keys that are awaited wait for, if whoever brings them can tell and it may be in vain."""
-        return str(getattr(self._plan, "why_no_keys", str)())
+    @property
+    def plan(self) -> Any:
+        """Whose keys are read."""
+        return self._plan
 
     def leave(self) -> None:
         """Read the sampler no more when keys come: another run is about to."""

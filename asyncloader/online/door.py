@@ -60,6 +60,11 @@ class Door:
         self._thread = threading.Thread(target=self._run, name="asyncloader feed", daemon=True)
         self._thread.start()
 
+    @property
+    def num_connections(self) -> int:
+        """How many processes are connected."""
+        return len(self._connections)
+
     def end_at_exit(self) -> None:
         """Let go of all handles when the interpreter ends: whoever trains has begun, and is waited for then."""
         threads.adopt(self._thread, self.end)

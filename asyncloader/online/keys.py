@@ -176,9 +176,9 @@ class FeedKeys:
         request.add_done_callback(lambda _: tell())
         return False
 
-    def why_no_keys(self) -> str:
-        """Return what the next batch waits for, if that may be in vain."""
-        return self._server.why_no_keys()
+    def why_no_keys(self, *, in_vain: bool) -> str:
+        """Return what the next batch waits for; "" if that has to be in vain, and a producer is at work."""
+        return self._server.why_no_keys(in_vain=in_vain)
 
     def _asked_for_next(self) -> Request:
         if self._next is None or self._next[0] != self.number:

@@ -402,12 +402,12 @@ class FeedServer:
             raise self._closed_error()
         return None
 
-    def why_no_keys(self) -> str:
-        """Return why there may be no further batch: no producer has a lease. "" while some producer has one."""
+    def why_no_keys(self, *, in_vain: bool) -> str:
+        """Return what the next batch waits for; "" if that has to be in vain, and some producer has a lease."""
         with Change(self):
-            ready, size = self.ledger.num_ready, self.ledger.rules.size
-            is_made = bool(self.ledger.num_running)
-        return "" if is_made else f"its feed has {ready} of {size} samples or groups, and no producer has a lease"
+            ready, size, leased = self.ledger.num_ready, self.ledger.rules.size, self.ledger.num_running
+        producers = f"producers have leases of {leased}" if leased else "no producer has a lease"
+        return "" if in_vain and leased else f"its feed has {ready} of {size} samples or groups, and {producers}"
 
     def _check_keeps_all(self, life: str, next_id: int) -> None:
         """See that nothing is lost that waits, and was put without a lease, by a state of this life or another one."""
@@ -497,8 +497,9 @@ class FeedServer:
     def stats(self) -> FeedStats:
         """Return what became of the samples so far."""
         with Change(self):
+            handles = 0 if self._door is None else self._door.num_connections
             waits = self._trainer_waits.total_s, self._producers_wait.total_s
-            return FeedStats.of(self.ledger, len(self._leasers) + len(self._putters), *waits)
+            return FeedStats.of(self.ledger, handles, len(self._leasers) + len(self._putters), *waits)
 
     # ------------------------------------------------------------------------------------------------------- the lock
 

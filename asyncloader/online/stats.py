@@ -22,6 +22,7 @@ class FeedStats(NamedTuple):
             Beside these, "recycled" counts those that were too old and leased again, and "late" those that were trained
             too old: in a batch that was on its way when the version jumped, or with ``on_stale="keep"``.
         ages: Trained units by how many versions they were old. A batch counts when the consumer asks for it.
+        handles: Processes that are connected by a handle of the feed.
         producers_waiting: Producers that wait for a lease, or for room.
         trainer_waited_s: How long there was no batch for the trainer. Seconds.
         producers_waited_s: How long some producer waited. Seconds.
@@ -34,6 +35,7 @@ class FeedStats(NamedTuple):
     in_batches: int
     counts: dict[str, int]
     ages: dict[int, int]
+    handles: int
     producers_waiting: int
     trainer_waited_s: float
     producers_waited_s: float
@@ -47,6 +49,18 @@ class FeedStats(NamedTuple):
         if max(trainer, producers) > 2 * min(trainer, producers):
             limits = "producers limit" if trainer > producers else "the trainer limits"
         return f"{limits}: {waits}"
+
+    def __str__(self) -> str:
+        ages = ", ".join(f"{count} by {age}" for age, count in self.ages.items() if age)
+        became = ", ".join(f"{count} {outcome}" for outcome, count in self.counts.items() if count)
+        units = f"{self.running} leased, {self.pending} to be leased again, {self.ready} ready"
+        too_old = f" (older than the newest weights: {ages} versions)" * bool(ages)
+        return (
+            f"version {self.version}: {units}, {self.in_batches} in batches\n"
+            f"so far: {became or 'nothing'}{too_old}\n"
+            f"{self.handles} other processes connected, {self.producers_waiting} producers wait\n"
+            f"{self.verdict}"
+        )
 
     @classmethod
     def of(cls, ledger: Ledger, *waits: Any) -> FeedStats:

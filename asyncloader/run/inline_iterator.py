@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from asyncloader import threads
 from asyncloader.engine import exits
 from asyncloader.engine.actions import VOID
-from asyncloader.engine.arrivals import Arrivals
+from asyncloader.engine.arrivals import Arrivals, KeyWait
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import pinned
 from asyncloader.engine.handoff import Handoff
@@ -42,7 +42,7 @@ from asyncloader.options import Options
 from asyncloader.protocols import namer
 from asyncloader.run.base_iterator import FOR, BaseIterator, iterators_here
 from asyncloader.run.maker_thread import MakerThread, Pause
-from asyncloader.run.plan import END, NOTHING
+from asyncloader.run.plan import END, NOTHING, keys_arrive
 from asyncloader.run.random_order import DrawDue
 from asyncloader.run.run_start import RunStart, reads_again
 from asyncloader.run.runs import Runs
@@ -80,6 +80,9 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         state: To begin from.
     """
 
+    _timeout = property(lambda self: 0, lambda self, value: None)
+    """Of torch's constructor, which refuses one: keys that arrive may be waited for with a limit."""
+
     def __init__(
         self, loader: DataLoader[T_co], options: Options, runs: Runs, state: LoaderState | None = None
     ) -> None:
@@ -93,7 +96,13 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def _start(self, loader: DataLoader[T_co], state: LoaderState | None) -> None:
         """Begin a run."""
-        start, options = self._begin(partial(self._construct, loader), state), self._options
+        options = self._options
+        if options.timeout and not keys_arrive(options.index_sampler):
+            raise AssertionError(  # as torch's loader, whose words do not say what to do
+                f"timeout={options.timeout:g} is for workers, and with num_workers=0 there are none, so nobody "
+                "could stop waiting for what hangs. Use num_workers=1, or timeout=0"
+            )
+        start = self._begin(partial(self._construct, loader), state)
         plan, made, faults = start.plan, start.checkpointer, Faults()
         meter = self._runs.make_meter(options, made.epoch, 0, 0, faults, keys_arrive=plan.arrives)
         self._runs.meter = meter
@@ -118,6 +127,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         # By assignments alone: another thread, or a task, may be about to go on with the run before.
         self._plan, self._progress, self._maker, self._make = plan, made.progress, maker, make
         self._meter, self._limit, self._arrivals, self._thread = meter, limit, arrivals, thread
+        self._key_wait = KeyWait(plan, options.timeout)
         self._counts_simply, self._rest = counts_simply, begun_at[1:]
         self._in_hand: Any = NOTHING
 
@@ -194,9 +204,12 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
     def _wait_for_keys(self) -> None:
         """Wait until the next keys are there."""
         self._progress.follower()  # before the batch is read: it may depend on that
-        while self._arrivals.must_wait():
-            self._handoff.wait(self._has_news, None)
-            self._check_usable()
+        if self._arrivals.must_wait():
+            self._key_wait.begin()
+            while self._arrivals.must_wait():
+                if not self._handoff.wait(self._has_news, self._key_wait.deadline):
+                    self._key_wait.look()
+                self._check_usable()
 
     # -------------------------------------------------------------------------------------------------- async for
 
@@ -213,9 +226,10 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
         A task that was cancelled while it waited has left its batch to the next one.
         """
-        thread, began = self._thread, perf_counter()
+        thread = self._thread
+        keys = None if thread.is_asked else await self._read_aside()
+        began = perf_counter()  # behind the wait for keys, which is none of the work
         if not thread.is_asked:
-            keys = await self._read_aside()
             if keys is END or keys is VOID:
                 self._pass_over(keys)
                 return
@@ -246,8 +260,11 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
     async def _read_aside(self) -> Any:
         """Return the next keys, when they are there. The sampler is the user's, and is read in the caller's thread."""
         self._progress.follower()
-        while self._arrivals.must_wait():
-            await self._wait()
+        if self._arrivals.must_wait():
+            self._key_wait.begin()
+            while self._arrivals.must_wait():
+                if not await self._wait(self._key_wait.deadline):
+                    self._key_wait.look()
         plan = self._plan
         plan.draw_apart()
         while True:
@@ -260,10 +277,11 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             await asyncio.to_thread(draw)
             self._check_usable()
 
-    async def _wait(self) -> None:
-        await self._handoff.wait_async(self._has_news, None)
+    async def _wait(self, deadline: float | None = None) -> bool:
+        is_woken = await self._handoff.wait_async(self._has_news, deadline)
         self._last_turn = time.monotonic()
         self._check_usable()
+        return is_woken
 
     # -------------------------------------------------------------------------------------------------- both
 

@@ -222,9 +222,10 @@ class Plan:
         self._consumer = weakref.ref(consumer)
         self._bind()
 
-    def why_no_keys(self) -> str:
-        """Return what the next keys wait for, if that may be in vain; "" if not, or if nobody can tell."""
-        return str(getattr(self._inner, "why_no_keys", str)())
+    def why_no_keys(self, *, in_vain: bool) -> str:
+        """Return what the next keys wait for; "" if nobody can tell, or if that has to be in vain and is not."""
+        tell = getattr(self._inner, "why_no_keys", None)
+        return "" if tell is None else str(tell(in_vain=in_vain))
 
     def leave(self) -> None:
         """Have no more keys be read ahead. In any thread."""
@@ -367,6 +368,12 @@ def _is_torchs(index_sampler: Any, iterator: Any) -> bool:
 def stateful_sampler(index_sampler: Any) -> Any:
     """Return the outermost sampler that provides a state, which covers those within; None if none does."""
     return next(filter(is_stateful, samplers_within(index_sampler)), None)
+
+
+def keys_arrive(index_sampler: Any) -> bool:
+    """Whether the keys that a loader reads become known as time goes by: see `ArrivingKeys`."""
+    read = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    return probe(read, "keys_arrive") is True
 
 
 def is_elastic(sampler: Any) -> bool:

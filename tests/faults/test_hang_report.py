@@ -16,7 +16,7 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader
-from asyncloader.engine import hang_report
+from asyncloader.engine import arrivals, hang_report
 from asyncloader.engine.hang_report import Seen, describe, explain
 from asyncloader.errors import LoaderClosedError
 from asyncloader.observe.activity import Activity, threads_at
@@ -35,7 +35,8 @@ NAME = "pool of a library"
 def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a wait be too long after a second."""
     monkeypatch.setattr(hang_report, "LOOK_S", 0.1)
-    monkeypatch.setattr(hang_report, "FIRST_S", 1.0)
+    for module in (hang_report, arrivals):
+        monkeypatch.setattr(module, "FIRST_S", 1.0)
 
 
 class Gated(Dataset[int]):
@@ -285,14 +286,17 @@ async def test_keys_that_come_late_are_no_hang(num_workers: int, caplog: pytest.
     await iterator.aclose()
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("is_leased", [False, True])
-async def test_a_feed_says_that_nobody_produces(is_leased: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_feed_says_that_nobody_produces(
+    is_leased: bool, num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nothing is said while a producer is at work on a lease, for however long."""
     feed: Feed[int] = Feed(range(8), batch_size=2)
     async with contextlib.AsyncExitStack() as leases:
         if is_leased:
             await leases.enter_async_context(feed.lease())
-        task = asyncio.create_task(anext(iter(DataLoader(feed, num_workers=1))))
+        task = asyncio.create_task(anext(iter(DataLoader(feed, num_workers=num_workers))))
         await asyncio.sleep(2.5)
         assert [("no producer has a lease" in each) for each in reports(caplog)] == [True] * (not is_leased)
     feed.close()

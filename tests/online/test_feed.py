@@ -24,7 +24,7 @@ from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, State
 from asyncloader.errors import LoaderClosedError
 from asyncloader.online import Feed, FeedClosedError, FeedFullError, LeaseLostError, Sample, ledger
 from asyncloader.seeding.hashing import mix
-from tests.support.patience import wait_until
+from tests.support.patience import patiently, patiently_async, wait_until
 
 WORKERS = [
     pytest.param({}, id="none"),
@@ -527,8 +527,9 @@ def test_integers_of_other_libraries(number: Callable[[int], Any]) -> None:
 def test_the_feed_brings_its_batches() -> None:
     """The loader has no batch size, sampler or order for it."""
     feed = Feed(batch_size=2)
-    with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
-        DataLoader(feed, batch_size=2)
+    for given in ({"batch_size": 2}, {"batch_size": None}, {"drop_last": True}):
+        with pytest.raises(ConfigurationError, match=r"Feed brings its batches: give batch_size .* to Feed\(\.\.\.\)"):
+            DataLoader(feed, **given)
     with pytest.raises(ConfigurationError, match="Feed brings its own order"):
         DataLoader(feed, shuffle=True)
 
@@ -1043,6 +1044,72 @@ def test_the_statistics_say_who_limits() -> None:
         feed.put_sync(1, timeout=1)
     assert feed.stats().producers_waited_s > 0.9
     assert feed.stats().verdict.startswith("the trainer limits: the trainer has waited")
+    feed.close()
+
+
+async def test_the_statistics_are_readable() -> None:
+    """What became of samples, how old they were, and who is there."""
+    feed = Feed(range(8), batch_size=2, on_stale="keep")
+    handle = feed.handle()
+    assert handle.version == 0
+    fill(feed, 2)
+    feed.version = 3
+    iterator = iter(DataLoader(feed))
+    next(iterator)
+    async with handle.lease():
+        words = str(feed.stats()).splitlines()
+    assert words[:3] == [
+        "version 3: 1 leased, 0 to be leased again, 0 ready, 2 in batches",
+        "so far: nothing (older than the newest weights: 2 by 3 versions)",
+        "1 other processes connected, 0 producers wait",
+    ]
+    assert ": the trainer has waited" in words[3]
+    handle.close()
+    wait_until(lambda: feed.stats().handles == 0)
+    feed.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_slow_producers_are_what_limits(is_async: bool) -> None:
+    """Without workers the loader's verdict is the feed's, in either face: more workers would make nothing faster."""
+    feed = Feed(range(16), batch_size=2)
+
+    def produce_slowly() -> None:
+        for item in feed.leases():
+            with item:
+                time.sleep(0.02)
+                item.put(item.value)
+
+    threading.Thread(target=produce_slowly, daemon=True).start()
+    loader = DataLoader(feed)
+    if is_async:
+        assert len([batch async for batch in loader]) == 8
+    else:
+        assert len([*loader]) == 8
+    assert loader.stats().verdict.limit == "source"
+    assert not loader.stats().verdict.advice
+    assert feed.stats().verdict.startswith("producers limit")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_leased", [False, True])
+@pytest.mark.parametrize("options", WORKERS)
+async def test_a_silence_of_producers_is_named(is_leased: bool, is_async: bool, options: dict[str, Any]) -> None:
+    """By a time limit, also without workers; the next call goes on."""
+    feed = Feed(range(2), batch_size=2, max_samples=3)
+    words = "producers have leases of 1" if is_leased else "no producer has a lease"
+    async with contextlib.AsyncExitStack() as leases:
+        if is_leased:
+            await leases.enter_async_context(feed.lease())
+        loader: Any = DataLoader(feed, timeout=0.5, **options)
+        iterator = aiter(loader) if is_async else iter(loader)
+        with pytest.raises(BatchTimeoutError, match=f"0 of 2 samples or groups, and {words}"):
+            await anext(iterator) if is_async else next(iterator)
+    fill(feed, 2)
+    rest = patiently_async(iterator) if is_async else patiently(iterator)
+    batch = await anext(rest) if is_async else next(rest)  # type: ignore[call-overload]
+    assert sorted(batch.tolist()) == [0, 1]
+    await iterator.aclose()
     feed.close()
 
 
