@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from asyncloader import DataLoader, sample_rng, sample_seed
 from asyncloader.seeding.generators import left_alone
+from asyncloader.seeding.sample_context import SampleContext
 from asyncloader.seeding.seeder import Seeder
-from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, SampleDraws, steps
+from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, steps
 from tests.support import effort
 
 LENGTH = 60
@@ -187,6 +188,11 @@ def test_whole_batches_have_draws_of_their_own() -> None:
 # ------------------------------------------------------------------------------------------------ without a worker
 
 
+def numbered(number: int) -> SampleContext:
+    """Return the context of a sample at a place in the epoch."""
+    return SampleContext(Seeder((1, 2, 3)), 0, 0, first=number)
+
+
 def alone(program: Callable[[], Any], number: int) -> Any:
     """Return what a coroutine gives that runs by itself, seeded."""
     Seeder((1, 2, 3))(number)
@@ -222,7 +228,7 @@ def test_any_order_of_steps_gives_what_each_draws_alone(programs: list[list[str]
         while left:
             number = chooses.choice(sorted(left))
             if number not in going:
-                going[number] = steps(switch, SampleDraws(number, 0), sample(left[number]))
+                going[number] = steps(switch, numbered(number), sample(left[number]))
             try:
                 going[number].send(None)
             except StopIteration as end:
@@ -264,8 +270,8 @@ def test_a_sample_that_raises_or_is_cancelled_leaves_the_others_alone() -> None:
     with left_alone():
         expected = alone(waits, 7)
         switch = GeneratorSwitch(Seeder((1, 2, 3)))
-        good = steps(switch, SampleDraws(7, 0), waits())
-        bad = [steps(switch, SampleDraws(number, 0), fails()) for number in (1, 2)]
+        good = steps(switch, numbered(7), waits())
+        bad = [steps(switch, numbered(number), fails()) for number in (1, 2)]
         for each in (*bad, good):
             each.send(None)
         with pytest.raises(KeyError):

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from asyncloader.errors import describe_keys
-from asyncloader.messages.indices import listed
 
 Raised = TypeVar("Raised", bound=BaseException)
 
@@ -99,7 +98,7 @@ def _notes_of_batch(error: BaseException, keys: Any, blame: Blame | None) -> lis
     said = (note.startswith((_OF_BATCH, _OF_SAMPLE)) for note in getattr(error, "__notes__", ()))
     is_own = "keys" in vars(error) and not any(said)
     if not is_own and not hasattr(type(error), "keys"):
-        BaseException.__setattr__(error, "keys", listed(keys))
+        BaseException.__setattr__(error, "keys", keys)
         words += ", all of them in error.keys" * words.endswith(")")
     is_one = not is_batch or (len(keys) == 1 and not (blame is not None and blame.odd))
     sample = "" if blame is None or is_one else blame.describe(keys)

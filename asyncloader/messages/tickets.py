@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 from asyncloader.messages.failure import with_notes
 from asyncloader.messages.frames import Buffer
-from asyncloader.messages.indices import Indices
 from asyncloader.transport.codec import bytes_of
 from asyncloader.transport.tensors import Reducers
 
@@ -23,7 +22,6 @@ PickledTicket: TypeAlias = "tuple[int, Sequence[Buffer]]"
 # storage, several times.
 _reducers = Reducers(lambda _, array: bytearray(bytes_of(array)))
 _reducers.seen = deque(maxlen=0)  # those that overlap in memory travel one by one
-_reducers[Indices] = Indices.reduce_for_worker
 
 
 class _Parts(list[Buffer]):

@@ -24,7 +24,6 @@ from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
 from asyncloader.epochs import hears, tell
 from asyncloader.errors import LoaderClosedError
-from asyncloader.messages.indices import Indices
 from asyncloader.messages.snapshot import Frozen, Pace
 from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
@@ -83,7 +82,6 @@ class Plan:
         progress: Where is counted what was read; samplers' states are left there.
         pace: When to take these.
         is_batched: Keys name the samples of a batch; otherwise one sample.
-        with_arrays: The keys of torch's own samplers are given out as arrays, too.
         order: Notes the generators when the order is drawn, or has it drawn again.
 
     Attributes:
@@ -99,13 +97,11 @@ class Plan:
         pace: Pace,
         *,
         is_batched: bool = True,
-        with_arrays: bool = False,
         order: OrderDraw | None = None,
     ) -> None:
         self.keys: Any = NOTHING
         self._index_sampler = index_sampler
         self._is_batched = is_batched
-        self._pair = Indices if with_arrays else None
         self._takes_apart = _is_torchs(index_sampler, iterator)
         self._size = index_sampler.batch_size if self._takes_apart else 1
         self._batches: Batches | None = None  # what the sampler is taken apart by
@@ -236,7 +232,7 @@ class Plan:
         self._inner = inner = indices(self._index_sampler.sampler)
         if self._draws_apart:
             self.draw_apart()
-        self._batches = Batches(inner, self._size, self._index_sampler.drop_last, self._pair)
+        self._batches = Batches(inner, self._size, self._index_sampler.drop_last)
         self._feed = _feed(self._batches)
         self._bind()
 

@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count as counter
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import RandomSampler
 
 _LARGE = 1 << 18
 """To draw a permutation of more takes milliseconds."""
-_RangeIterator = type(iter(range(0)))
 _NO_MORE: Iterator[Any] = iter(())
 _torch_iter = RandomSampler.__iter__
 
@@ -34,10 +32,6 @@ def indices(sampler: Any) -> Iterator[Any]:
     return iter(sampler)
 
 
-Pair: TypeAlias = Callable[[list[int], NDArray[np.int64]], list[int]]
-"""Makes a list that has its indices as an array, too."""
-
-
 class Batches:
     """Iterates as torch's BatchSampler does. A batch that an interrupt has come into is gone on with.
 
@@ -45,16 +39,13 @@ class Batches:
         iterator: Over the sampler within, as `indices` has made it.
         size: How many indices a batch has.
         drop_last: Leave out a last batch that has fewer.
-        pair: Makes the list of a batch, where an array of its indices is at hand.
     """
 
-    def __init__(self, iterator: Iterator[Any], size: int, drop_last: bool, pair: Pair | None = None) -> None:
+    def __init__(self, iterator: Iterator[Any], size: int, drop_last: bool) -> None:
         self._iterator = iterator
         self._pieces = iterator if type(iterator) is RandomOrder else None
-        self._range_pair = pair if type(iterator) is _RangeIterator else None
         self._size = size
         self._drop_last = drop_last
-        self._pair = pair
         self._begun: list[Any] = []
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -65,13 +56,11 @@ class Batches:
         if self._pieces is None:
             begun.extend(islice(self._iterator, size - len(begun)))  # an interrupt leaves what was given before
         elif not begun:
-            begun = self._begun = self._pieces.take(size, self._pair)
+            begun = self._begun = self._pieces.take(size)
         if len(begun) < size:
             self._pieces, self._iterator = None, _NO_MORE  # some iterators begin anew if they are asked after the end
             if not begun or self._drop_last:
                 raise StopIteration
-        if self._range_pair is not None and begun[-1] - begun[0] == len(begun) - 1:
-            begun = self._range_pair(begun, np.arange(begun[0], begun[0] + len(begun)))
         self._begun = []  # from here on nothing is called
         return begun
 
@@ -127,14 +116,11 @@ class RandomOrder:
             return index[0]
         raise StopIteration
 
-    def take(self, count: int, pair: Pair | None = None) -> list[int]:
+    def take(self, count: int) -> list[int]:
         """Return the next indices; fewer only at the end."""
         while self._at + count > len(self._order) and self._draw_on():
             pass
-        indices = self._order[self._at : self._at + count]
-        taken: list[int] = indices.tolist()
-        if pair is not None:
-            taken = pair(taken, indices)
+        taken: list[int] = self._order[self._at : self._at + count].tolist()
         self._at += len(taken)  # last of all: a call that is interrupted has taken nothing
         return taken
 

@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import RandomSampler
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.messages.indices import listed
 from asyncloader.options import Options
 from asyncloader.protocols import SuppliesKeys, is_stateful, members
 from asyncloader.run.checkpoint import initial_state
@@ -121,7 +120,7 @@ def _find(loader: Any, epoch: int, number: int) -> Found:
     if not keys:
         raise IndexError(f"epoch {epoch} has no batch {number}; they are counted from 0")
     first = start.checkpointer.progress.placed(number, keys[0]).first if options.knows_places else 0
-    return Found(twin, listed(keys[0]), first, start, state.dataset_epochs)
+    return Found(twin, keys[0], first, start, state.dataset_epochs)
 
 
 def _refuse(options: Options, known: tuple[type, ...]) -> None:

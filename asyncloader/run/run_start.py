@@ -32,7 +32,6 @@ from asyncloader.run.set_epochs import counting
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import ResumableSampler
 from asyncloader.seeding.own_generators import GeneratorKeys, Key
-from asyncloader.worker.gather import gathers
 
 log = logging.getLogger("asyncloader")
 
@@ -290,11 +289,7 @@ def _plan(
     options: Options, there: LoaderState, progress: Progress, keys: Iterator[Any], order: OrderDraw | None
 ) -> Plan:
     """Return the plan, from where the run begins."""
-    is_batched, dataset = options.auto_collation, options.dataset
-    is_gathered = gathers(dataset, is_batched, options.collate_fn) and not (options.overlaps or is_stateful(dataset))
-    plan = Plan(
-        options.index_sampler, keys, progress, Pace(), is_batched=is_batched, with_arrays=is_gathered, order=order
-    )
+    plan = Plan(options.index_sampler, keys, progress, Pace(), is_batched=options.auto_collation, order=order)
     if there.position and not options.is_iterable:
         plan.resume(None if there.passes else unplain(there.samplers), there.drawn)
     return plan

@@ -13,6 +13,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,28 +23,18 @@ from asyncloader.seeding.generators import check_of
 _WORDS = 624
 
 
-class _State:
-    """Stands for a view where none is to be had."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-
-    def __getitem__(self, index: int) -> int:
-        return check_of(self._generator)
-
-
-def _look_at(generator: Any) -> Any:
-    """Return a view of eight bytes of the generator's memory that each draw changes, or what asks for its state."""
+def _look_at(generator: Any) -> Callable[[], int]:
+    """Return what reads eight bytes of the generator's memory that each draw changes, or asks for its state."""
     is_known = sys.implementation.name == "cpython" and sys.byteorder == "little"
     bits = getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", None)
     if is_known and type(bits) is np.random.MT19937:  # numpy tells where the block is; the place stands behind it
-        return _at(bits.ctypes.state_address + 4 * (_WORDS - 1), bits)
+        return partial(_at(bits.ctypes.state_address + 4 * (_WORDS - 1), bits).__getitem__, 0)
     if is_known and isinstance(generator, random.Random):  # the object of C begins with the place, and the block
         words = generator.getstate()[1]
         view = _at(id(generator) + object.__basicsize__, generator)
         if len(words) == _WORDS + 1 and view[0] == words[0] << 32 | words[-1]:  # no subclass that draws otherwise
-            return view
-    return _State(generator)
+            return partial(view.__getitem__, 0)
+    return partial(check_of, generator)
 
 
 def _at(address: int, owner: Any) -> memoryview:
@@ -54,5 +45,5 @@ def _at(address: int, owner: Any) -> memoryview:
 
 def positions(generators: Iterable[Any]) -> Callable[[], Sequence[int]]:
     """Return what tells where generators are: for each a number that is the same as long as it does not move."""
-    views = list(map(_look_at, generators))
-    return lambda: [view[0] for view in views]
+    looks = list(map(_look_at, generators))
+    return lambda: [look() for look in looks]

@@ -7,7 +7,7 @@ each sample has its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -48,10 +48,10 @@ class Steps:
 
     is_on = False
 
-    def begin(self, draws: Any) -> None:
+    def begin(self, sample: Any) -> None:
         """Begin a step of a sample."""
 
-    def end(self, draws: Any, *, is_last: bool) -> None:
+    def end(self, sample: Any, *, is_last: bool) -> None:
         """End it; the last step of the sample, or of its task."""
 
     def seeded(self, number: int, part: int) -> AbstractContextManager[None]:
@@ -83,6 +83,7 @@ class SampleContext:
 
     Attributes:
         left: The iterator over the list of keys that samples are asked for by, which tells the position; or None.
+        states: Of a coroutine, the generators that earlier steps have moved, with the states that these have left.
     """
 
     _made_for: int | None = None
@@ -94,6 +95,7 @@ class SampleContext:
     _samples: dict[int, SampleContext] | None = None
     _seeds_each = False
     left: Any = None
+    states: Sequence[tuple[Any, Any]] = ()
 
     def __init__(
         self, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, steps: Steps = NO_STEPS

@@ -26,10 +26,9 @@ from typing import Any
 
 from asyncloader.seeding import turns
 from asyncloader.seeding.generators import GLOBAL, restore, states_of
-from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.positions import positions
-from asyncloader.seeding.sample_context import Steps
-from asyncloader.seeding.seeder import Seeder
+from asyncloader.seeding.sample_context import BATCH, SampleContext, Steps, current
+from asyncloader.seeding.seeder import WHOLE, Seeder
 
 log = logging.getLogger("asyncloader")
 
@@ -37,31 +36,6 @@ _WAY_OUT = (
     "Draw from asyncloader.sample_rng(), which is the sample's own in any thread and task; or have the transforms run "
     "in worker processes, one sample at a time (no concurrency)."
 )
-
-
-class SampleDraws:
-    """What a sample draws from, or a task that it has begun.
-
-    Args:
-        number: The number that is seeded with, and
-        part: the part of it; see `Seeder`.
-
-    Attributes:
-        states: The generators that earlier steps have moved, with the states that these have left.
-    """
-
-    __slots__ = ("_num_tasks", "number", "part", "states")
-
-    def __init__(self, number: int, part: int) -> None:
-        self.number = number
-        self.part = part
-        self.states: list[tuple[Any, Any]] = []
-        self._num_tasks = 0
-
-    def of_task(self) -> SampleDraws:
-        """Return what the next task draws from that is begun in a step of this."""
-        self._num_tasks += 1
-        return SampleDraws(self.number, mix(self.part, self._num_tasks))
 
 
 class DrawWatch(Steps):
@@ -85,11 +59,11 @@ class DrawWatch(Steps):
         self._positions = positions((*GLOBAL, *own))
         self._mark = self._positions()
 
-    def begin(self, draws: object = None) -> None:
+    def begin(self, sample: object = None) -> None:
         """Begin a step."""
         self._mark = self._positions()
 
-    def end(self, draws: object = None, *, is_last: bool = True) -> None:
+    def end(self, sample: object = None, *, is_last: bool = True) -> None:
         """End it: warn if it has drawn."""
         if self._mark == (now := self._positions()) or DrawWatch.has_warned:
             return
@@ -128,7 +102,7 @@ class GeneratorSwitch(Steps):
     is_on = True
 
     def __init__(self, seeder: Seeder, *, warns: bool = True) -> None:
-        self._running: SampleDraws | None = None
+        self._running: SampleContext | None = None
         self._warns = warns
         self.begin_run(seeder)
 
@@ -137,32 +111,32 @@ class GeneratorSwitch(Steps):
         self._seeder = seeder
         self._generators = (*GLOBAL, *seeder.own)
         self._positions = positions(self._generators)
-        self._last: SampleDraws | None = None  # whom they were seeded for
+        self._last: SampleContext | None = None  # whom they were seeded for
         self._mark = self._positions()  # where the generators were left
 
-    def begin(self, draws: SampleDraws) -> None:
-        """Begin a step of a sample."""
+    def begin(self, sample: SampleContext) -> None:
+        """Begin a step of a sample, or of a task of it."""
         turns.lock.acquire()
-        self._running = draws
+        self._running = sample
         self._look_for_others()
-        if self._last is not draws:
-            self._seeder(draws.number, draws.part)
-            restore(draws.states)
-            self._last = draws
+        if self._last is not sample:
+            self._seeder(*sample.place(WHOLE if sample.position == BATCH else 0))
+            restore(sample.states)
+            self._last = sample
         self._mark = self._positions()
 
-    def end(self, draws: SampleDraws, *, is_last: bool) -> None:
+    def end(self, sample: SampleContext, *, is_last: bool) -> None:
         """End it."""
         self._running = None
         now = self._positions()
-        if not is_last and (draws.states or now != self._mark):
-            draws.states = states_of(self._moved(draws, now))
+        if not is_last and (sample.states or now != self._mark):
+            sample.states = states_of(self._moved(sample, now))
         self._mark = now
         turns.lock.release()
 
-    def _moved(self, draws: SampleDraws, now: Any) -> Iterator[Any]:
+    def _moved(self, sample: SampleContext, now: Any) -> Iterator[Any]:
         """Yield the generators that it has moved; earlier too, as they may keep a number for the next draw."""
-        before = [id(generator) for generator, _ in draws.states]
+        before = [id(generator) for generator, _ in sample.states]
         for generator, there, here in zip(self._generators, self._mark, now, strict=True):
             if there != here or id(generator) in before:
                 yield generator
@@ -183,14 +157,14 @@ class GeneratorSwitch(Steps):
 
     # ------------------------------------------------------------------------------------- blocks, and whole batches
 
-    def leave(self) -> SampleDraws | None:
+    def leave(self) -> SampleContext | None:
         """Have a block begin, in any thread that has the lock. Returns whose step it interrupts."""
-        draws = self._running
-        if draws is not None:
-            self.end(draws, is_last=False)
-        return draws
+        sample = self._running
+        if sample is not None:
+            self.end(sample, is_last=False)
+        return sample
 
-    def go_on(self, interrupted: SampleDraws | None) -> None:
+    def go_on(self, interrupted: SampleContext | None) -> None:
         """Go on after a block."""
         self._last, self._mark = None, self._positions()
         if interrupted is not None:
@@ -211,15 +185,17 @@ class GeneratorSwitch(Steps):
 
     def make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         """Make a task, for the factory of the loop: in a step of a sample, one with draws of its own."""
-        if (draws := self._running) is None:
+        if self._running is None:
             return asyncio.Task(coroutine, loop=loop, **options)
-        task = asyncio.Task(_run(self, draws.of_task(), coroutine), loop=loop, **options)
+        sample = current.get()  # that of the task, unless whoever begins it gives it a context of another kind
+        sample = sample.of_task() if sample is self._running else sample
+        task = asyncio.Task(_run(self, sample, coroutine), loop=loop, **options)
         task.add_done_callback(partial(_close, coroutine))  # it may have been cancelled before its first step
         return task
 
 
-async def _run(switch: GeneratorSwitch, draws: SampleDraws, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return await steps(switch, draws, coroutine)
+async def _run(switch: GeneratorSwitch, sample: SampleContext, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return await steps(switch, sample, coroutine)
 
 
 def _close(coroutine: Any, task: asyncio.Task[Any]) -> None:
@@ -227,13 +203,13 @@ def _close(coroutine: Any, task: asyncio.Task[Any]) -> None:
 
 
 @types.coroutine
-def steps(switch: Steps, draws: SampleDraws, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def steps(switch: Steps, sample: SampleContext, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
     """Run a coroutine, with each of its steps begun and ended."""
     step: Callable[[Any], Any] = coroutine.send
     value: Any = None
     is_last = False
     while True:
-        switch.begin(draws)
+        switch.begin(sample)
         try:
             awaited = step(value)
         except StopIteration as end:
@@ -244,7 +220,7 @@ def steps(switch: Steps, draws: SampleDraws, coroutine: Coroutine[Any, Any, Any]
             raise
         finally:
             value = None  # its traceback refers to this frame
-            switch.end(draws, is_last=is_last)
+            switch.end(sample, is_last=is_last)
         try:
             value = yield awaited
             step = coroutine.send

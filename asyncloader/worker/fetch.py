@@ -16,7 +16,6 @@ from operator import getitem
 from typing import Any, TypeAlias
 
 from asyncloader.messages.failure import EndOfData
-from asyncloader.messages.indices import listed
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples
 from asyncloader.seeding import sample_context
@@ -57,8 +56,6 @@ class MapFetcher:
         """Return the list of samples, or a `Whole`; without automatic batching a list of the one sample."""
         if not self._is_plain:
             return self._special(keys, here)
-        if type(keys) is not list:
-            keys = listed(keys)
         left = here.left = iter(keys)
         samples = [*map(getitem, repeat(self._dataset), left)]
         if len(samples) < len(keys):  # StopIteration of a sample's own ends a `map`, and is asked for once more
@@ -73,8 +70,6 @@ class MapFetcher:
             return self._each([keys], here)
         if self._whole.is_in_memory and (rows := self._whole.find(keys)) is not None:
             return rows
-        if type(keys) is not list:
-            keys = listed(keys)
         if self._by_batch:
             try:
                 return self._whole.ready(self._dataset.__getitems__(keys), keys)

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Subset, TensorDataset
 
-from asyncloader.messages.indices import Indices
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, is_collated, seeds_samples
 from asyncloader.transport.collate import is_default, stacks_tuples
@@ -50,7 +49,7 @@ class WholeBatches:
         self.by_sample = spec.knows_places and not (self.is_collated or seeds_samples(dataset)) and has_samples(dataset)
         self._dataset = dataset
         self._is_default = spec.auto_collation and is_default(spec.collate_fn)
-        self.is_in_memory = gathers(dataset, spec.auto_collation, spec.collate_fn)
+        self.is_in_memory = self._is_default and is_in_memory(dataset)
 
     def find(self, keys: Any) -> Whole | None:
         """Return the rows of a batch; None if its samples are to be fetched."""
@@ -61,11 +60,6 @@ class WholeBatches:
         if not (self.is_collated and self._is_default):
             return samples
         return ready(samples, len(keys) if hasattr(keys, "__len__") else 1)
-
-
-def gathers(dataset: Any, auto_collation: bool, collate_fn: Any) -> bool:
-    """Whether batches are gathered, as long as nothing about the dataset changes, and their keys may be arrays."""
-    return auto_collation and is_default(collate_fn) and is_in_memory(dataset)
 
 
 def is_in_memory(dataset: Any) -> bool:
@@ -116,9 +110,7 @@ def _picked(indices: Any, keys: Any) -> Any:
 
 def _numbers(keys: Any, count: int) -> Array:
     """Return keys as numbers from 0 on below ``count``."""
-    if type(keys) is Indices:
-        numbers = keys.array
-    elif type(keys) is np.ndarray and keys.ndim == 1 and keys.dtype.type in _WHOLE_NUMBERS:
+    if type(keys) is np.ndarray and keys.ndim == 1 and keys.dtype.type in _WHOLE_NUMBERS:
         numbers = keys.astype(np.int64)
     elif type(keys) in (list, tuple, range) and _WHOLE_NUMBERS.issuperset(map(type, keys)):
         numbers = np.fromiter(keys, np.int64, len(keys))

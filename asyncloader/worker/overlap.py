@@ -33,8 +33,8 @@ from asyncloader.async_face import batch_method, sample_method
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, members
 from asyncloader.seeding.sample_context import BATCH, Placed, SampleContext, Steps, enter
-from asyncloader.seeding.seeder import WHOLE, Seeder
-from asyncloader.seeding.switch import SampleDraws, steps
+from asyncloader.seeding.seeder import Seeder
+from asyncloader.seeding.switch import steps
 from asyncloader.worker.fetch import settle
 from asyncloader.worker.gather import WholeBatches
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -288,8 +288,7 @@ class TaskFetcher(Overlap):
         error: BaseException | None = None
         try:
             if switch.is_on:
-                draws = SampleDraws(*here.place(WHOLE if position == BATCH else 0))
-                sample = await steps(switch, draws, self._sample(job, position))
+                sample = await steps(switch, here, self._sample(job, position))
             elif self._is_simple and position != BATCH:
                 sample = self._ask(job, position)
                 if hasattr(type(sample), "__await__"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,3 +94,28 @@ def test_one_pickle_has_nothing_of_the_last() -> None:
     assert (ticket, type(error)) in [(1, AttributeError), (1, pickle.PicklingError)]  # from Python 3.14 on
     assert [ticket for ticket, _ in pickled] == [0, 2]
     assert torch.equal(pickle.loads(b"".join(pickled[1][1]))[0], tensor)
+
+
+def test_why_keys_cannot_be_pickled_is_in_no_cycle() -> None:
+    """The consumer that it is raised in, and so the workers, would stay until a collection."""
+
+    class Refusal(Exception):
+        """Can be referred to weakly, and lets nobody set anything, as a frozen dataclass."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
+
+    class Key:
+        def __reduce__(self) -> Any:
+            raise Refusal
+
+    gc.disable()
+    try:
+        _, refused = pickle_tickets([(0, Key())])
+        ((_, error),) = refused
+        kept = weakref.ref(error)
+        assert "in __reduce__" in error.__notes__[0]
+        del refused, error, _
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler
 
-from asyncloader.messages.indices import Indices
 from asyncloader.run.random_order import Batches, indices, skip
 from tests.faults.test_interrupts_everywhere import CtrlC
 
 
-def take(iterator: Iterator[Any], count: int, pair: Any = None) -> list[Any]:
+def take(iterator: Iterator[Any], count: int) -> list[Any]:
     """Take the next indices as a batch; [] at the end."""
-    return next(Batches(iterator, count, False, pair), [])
+    return next(Batches(iterator, count, False), [])
 
 
 def states(generator: torch.Generator | None) -> tuple[list[int], list[int] | None]:
@@ -81,35 +79,15 @@ def test_taking_and_skipping(iterate: Any) -> None:
     assert skip(iterator, 5) == 0
 
 
-@pytest.mark.parametrize("count", [3, 4096, 5000])
-@pytest.mark.parametrize("replays", [1, 3])
-def test_indices_as_an_array(count: int, replays: int) -> None:
-    """The same ones, over the borders of permutations; also of torch's SequentialSampler."""
-    for sampler in (RandomSampler(range(9000), num_samples=9000 * replays), SequentialSampler(range(9000))):
-        iterator = indices(sampler)
-        while taken := take(iterator, count, Indices):
-            assert isinstance(taken, Indices)
-            assert (taken.array.dtype, taken.array.tolist()) == (np.int64, taken)
-        assert take(indices(sampler), 0) == []
-
-
-def test_indices_that_are_no_array() -> None:
-    """Of other samplers, and of a range with steps."""
-    for iterator, taken in ((iter([1, 2]), [1, 2]), (iter(range(0, 10, 2)), [0, 2, 4]), (iter(range(0)), [])):
-        found = take(iterator, 3, Indices)
-        assert (type(found), found) == (list, taken)
-
-
-@pytest.mark.parametrize("pair", [None, Indices], ids=["alone", "with an array"])
 @pytest.mark.parametrize("owns_generator", [False, True], ids=["global", "own generator"])
-def test_an_interrupt_at_each_moment_of_the_first_answer(owns_generator: bool, pair: Any) -> None:
+def test_an_interrupt_at_each_moment_of_the_first_answer(owns_generator: bool) -> None:
     """The next question is answered with the same order, and the generators are where they would be."""
 
     def answers(moment: int) -> tuple[list[int], Any, bool]:
         torch.manual_seed(3)
         generator = torch.Generator().manual_seed(5) if owns_generator else None
         iterator = indices(RandomSampler(range(20), num_samples=30, generator=generator))
-        batches, was_hit = Batches(iterator, 4, False, pair), False
+        batches, was_hit = Batches(iterator, 4, False), False
         try:
             with CtrlC(moment):
                 taken = next(batches)

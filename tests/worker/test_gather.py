@@ -372,3 +372,26 @@ def test_who_has_no_samples_is_not_asked_for_them(way: dict[str, Any]) -> None:
     assert next(iterator)["index"].tolist() == [0, 1, 2, 3]
     with pytest.raises(KeyError, match="in the batch"):
         next(iterator)
+
+
+class Noting(list[int]):
+    """Indices of a Subset, which say of what kinds they were asked."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) if type(index) is int else 1 / 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_sequences_of_users_are_asked_for_ints(num_workers: int, shuffle: bool) -> None:
+    """Of Python's own; a row that cannot be gathered is fetched as ever."""
+    data = TensorDataset(torch.arange(100.0))
+    torch.manual_seed(0)
+    loader: DataLoader[Any] = DataLoader(Subset(data, Noting(range(50, 100))), 8, shuffle, num_workers=num_workers)
+    got = torch.cat([batch for (batch,) in loader])
+    torch.manual_seed(0)
+    expected = torch.utils.data.DataLoader(Subset(data, list(range(50, 100))), 8, shuffle)
+    assert got.tolist() == torch.cat([batch for (batch,) in expected]).tolist()
+    wrong: DataLoader[Any] = DataLoader(Subset(data, [3, 100]), 2, num_workers=num_workers)
+    with pytest.raises(IndexError):
+        list(wrong)

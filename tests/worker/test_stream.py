@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import assume, given, settings
 
 from asyncloader.engine.tracks import Track
@@ -107,6 +109,82 @@ def test_an_end_is_told_of_data_that_have_ended(
         assert told == [len(finished)]
         assert sorted(number for batch in finished for number in batch) == list(range(len(script)))
     assert bool(told) <= ("exit" not in script and "exit later" not in script)
+
+
+class Raising:
+    """An async iterator that raises in place of some samples and goes on, unless it is over by that, as a generator is.
+
+    Samples are awaitables, the first of which take longest.
+    """
+
+    def __init__(self, length: int, raises_at: set[int], *, goes_on: bool) -> None:
+        self.numbers = iter(range(length))
+        self.raises_at = raises_at
+        self.goes_on = goes_on
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self if self.goes_on else self._generated()
+
+    async def _generated(self) -> AsyncIterator[Any]:
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                yield await anext(self)
+
+    async def __anext__(self) -> Any:
+        for number in self.numbers:
+            if number in self.raises_at:
+                raise KeyError(number)
+            return self.later(number)
+        raise StopAsyncIteration
+
+    async def later(self, number: int) -> int:
+        for _ in range(9 - number):
+            await asyncio.sleep(0)
+        return number
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    length=st.integers(0, 9),
+    raises_at=st.sets(st.integers(0, 8), max_size=3),
+    goes_on=st.booleans(),
+    tolerated=st.booleans(),
+    concurrency=st.integers(1, 4),
+    batch_size=st.integers(1, 4),
+)
+def test_what_an_iterator_raises_is_told_in_its_batch(
+    length: int, raises_at: set[int], goes_on: bool, tolerated: bool, concurrency: int, batch_size: int
+) -> None:
+    """It costs the batch, whose samples are those before it, or a sample where that is tolerated, and nothing else."""
+    finished: list[Job] = []
+    told: list[int] = []
+
+    async def run() -> None:
+        spec = replace(SPEC, samples_at_once=concurrency, on_error="skip" if tolerated else "raise")
+        overlap_run = OverlapRun(spec, Seeder((0, 0, 0)), finished.append, lambda _: False, pytest.fail)
+        stream = Stream(Raising(length, raises_at, goes_on=goes_on), overlap_run, told.append)
+        for ticket in range(12):
+            stream.add(ticket, [None] * batch_size)
+        for _ in range(300):
+            await asyncio.sleep(0)
+        await stream.aclose()
+
+    asyncio.run(run())
+    seen: list[int | str] = []
+    for job in finished:
+        is_fatal = job.fatal_at in job.errors
+        assert is_fatal == bool(job.errors and not (tolerated and goes_on))
+        samples = [number for at, number in enumerate(job.samples) if at not in job.errors]
+        seen += samples
+        seen += [f"raised {error.args[0]}" for _, error in sorted(job.errors.items())]
+        assert len(samples) + len(job.errors) <= batch_size
+    expected: list[int | str] = []
+    for number in range(length):
+        expected.append(f"raised {number}" if number in raises_at else number)
+        if number in raises_at and not goes_on:
+            break
+    assert sorted(map(str, seen)) == sorted(map(str, expected))
+    assert told == [len(finished)]
 
 
 # --------------------------------------------------------------------------------------------------------- other runs
