@@ -271,8 +271,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         else:
             self.check_worker_number_rationality()
             iterator = worker_iterator(self, options, runs, wait_for_start=wait_for_start, state=state)
-        if state is not None:
-            iterator.leave_out(self, state.left_out)
+        if state is not None and state.left_out:
+            iterator.leave_out(at_once=wait_for_start)
         runs.loaded = None  # not before: what was left out may have raised
         return iterator
 

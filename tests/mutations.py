@@ -414,6 +414,41 @@ MUTATIONS = (
         "Seeder(seeds)(0, ON_DEVICE)",
         "wrap/test_to_device.py",
     ),
+    Mutation(
+        "the order of a shuffled StatefulDataLoader is drawn at the first index, and not before",
+        "stateful/samplers.py",
+        "        first = draw()  # now, and not at the first index\n",
+        "        first: Iterator[int] = iter(())\n",
+        "stateful/test_torchdata_states.py",
+    ),
+    Mutation(
+        "a run that goes on from a state of torchdata begins with the worker that has just given a batch",
+        "run/torchdata_state.py",
+        '(snapshot["_last_yielded_worker_id"] + 1) % number',
+        'snapshot["_last_yielded_worker_id"]',
+        "stateful/test_torchdata_states.py",
+    ),
+    Mutation(
+        "what torchdata had given since its snapshot is given again",
+        "loader.py",
+        "        if state is not None and state.left_out:\n",
+        "        if state is not None and state.left_out < 0:\n",
+        "stateful/test_torchdata_states.py",
+    ),
+    Mutation(
+        "a generator in the state of an iterator that is at its end does not go on in the next epoch",
+        "messages/snapshot.py",
+        "            iter(dataset).load_state_dict(past)\n",
+        "            iter(dataset)\n",
+        "stateful/test_continued_states.py",
+    ),
+    Mutation(
+        "a resumed run counts batches since a snapshot anew",
+        "messages/snapshot.py",
+        'self._is_first = not self._snapshot or "draws" in self._snapshot',
+        "self._is_first = True",
+        "stateful/test_continued_states.py",
+    ),
 )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import assert_type
+from typing import Any, assert_type
 
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader, to_device
+from asyncloader.stateful import StatefulDataLoader, convert
 from asyncloader.typing import BaseIterator
 from asyncloader.wrap import LoaderWrapper, equal_steps
 
@@ -42,6 +43,10 @@ async def programs() -> None:
     assert_type(DataLoader(AwaitedStream()), DataLoader[int])
     assert_type(to_device([1], "cuda"), LoaderWrapper[int])
     assert_type(equal_steps(AwaitedStream()), LoaderWrapper[int])
+    stateful = StatefulDataLoader(Plain(), snapshot_every_n_steps=4)
+    assert_type(stateful, StatefulDataLoader[int])
+    assert_type(iter(stateful), BaseIterator[int])
+    assert_type(convert(stateful.state_dict(), stateful), dict[str, Any])
     iterator = iter(DataLoader(Plain()))
     assert_type(iterator, BaseIterator[int])
     iterator.stats().verdict.text.upper()

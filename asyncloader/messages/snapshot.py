@@ -6,7 +6,9 @@
     Keeper       takes snapshots of the dataset and its iterator, loads one, and says what came after it
 
 A snapshot is {"dataset", "iterator", "ended"}: the states of those that provide one. A dataset that is its own iterator
-provides it once. That of the end of a stream has "draws" as well: global generators were drawn from meanwhile.
+provides it once. That of the end of a stream has "draws" as well: global generators were drawn from meanwhile. And in a
+worker "past", the state of the iterator that has come to its end: another iterator loads it before the next run begins,
+for it may set the worker's generators.
 
 Batches since a snapshot are made again from there, and dropped: a number of batches of a stream, the keys of batches of
 a map-style dataset.
@@ -205,12 +207,16 @@ class Keeper:
         self._snapshot = _thawed(start.snapshot) or {}
         self.is_put_back = bool(self._snapshot) and is_stateful(dataset)
         self._things: dict[str, Any] = {"dataset": dataset} if is_stateful(dataset) else {}
-        self._since = 0  # batches since the last snapshot
+        self._since = start.batches + len(start.made)  # batches since the last snapshot
         self._generators: list[int] = []  # what tells the global ones when a stream begins
         self._keeps_keys = True  # of batches since the last snapshot: those of a stream are only counted
-        self._is_first = True  # what is drawn between the beginning and the first batch is not drawn again
+        # What is drawn between the beginning and the first batch is not drawn again. A resumed run counts on from the
+        # snapshot that it has begun from, as the run before would have done.
+        self._is_first = not self._snapshot or "draws" in self._snapshot
         self._pace = Pace()
         self._is_merged = merges_states(dataset)  # which asks for a state at each batch
+        if (past := self._snapshot.get("past")) is not None:
+            iter(dataset).load_state_dict(past)
         if is_stateful(dataset):
             put_back(dataset, self._snapshot.get("dataset"))
 
@@ -259,8 +265,14 @@ class Keeper:
             self._pace.end()
 
     def take_last(self) -> Frozen | Untold | None:
-        """Return what of the dataset's state outlasts the run, after a stream has come to its end."""
+        """Return what of the dataset's state outlasts the run, after a stream has come to its end.
+
+        The state of its iterator in a worker may have the worker's generators, which go on in the next run.
+        """
+        past = self._things.get("iterator") if self._sends else None
         self._things = {"dataset": self._dataset} if is_stateful(self._dataset) else {}
+        if past is not self._dataset and hasattr(past, "__next__"):
+            self._things["past"] = past
         return self.take_now(draws=self._generators != list(map(check_of, GLOBAL)))
 
 

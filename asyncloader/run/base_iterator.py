@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -37,7 +38,7 @@ from asyncloader.run.merged_workers import for_workers_of
 from asyncloader.run.plan import order_generators
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
-from asyncloader.run.state import LoaderState
+from asyncloader.run.state import ALL, LoaderState
 from asyncloader.run.torchdata_state import read_state
 
 log = logging.getLogger("asyncloader")
@@ -106,6 +107,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     _is_finalizing = staticmethod(sys.is_finalizing)
     """At the end of the interpreter all has been closed, and the names of modules are gone: a ``__del__`` of the user's
     may still call the iterator."""
+    _is_behind = False
+    """The first `anext` has batches to read and drop."""
     _last_turn = 0.0
     _last_warned = 0
     _meter: Meter
@@ -249,13 +252,36 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         check(loaded, self._options)
         self._runs.note_load(loaded, self._options)
         self._restart(loader, loaded)
-        self.leave_out(loader, loaded.left_out)
+        self.leave_out(at_once=True)
 
-    def leave_out(self, loader: Any, count: int) -> None:
-        """Read so many batches and drop them; or ALL, and begin the next run."""
-        for _ in range(count):
-            next(self, None)
+    def leave_out(self, *, at_once: bool) -> None:
+        """Read the batches that the state leaves out, and drop them; or all, and begin the next run.
+
+        Args:
+            at_once: Now. Otherwise the first ``anext`` does, which does not block its loop: there is no ``next`` then.
+        """
+        if not at_once:
+            self._is_behind, self._face = True, ASYNC_FOR
+            return
+        made = self._checkpointer
+        with contextlib.suppress(StopIteration):
+            while made.left_out:
+                next(self)
+                made.left_out -= made.left_out != ALL
         self._face, self._pass = "", None  # the consumer's first call decides
+        self._note_left_out()
+
+    async def _leave_out_aside(self) -> None:
+        made = self._checkpointer
+        with contextlib.suppress(StopAsyncIteration):
+            while made.left_out:
+                await self._take_async(perf_counter())
+                made.left_out -= made.left_out != ALL
+        self._is_behind = False
+        self._note_left_out()
+
+    def _note_left_out(self) -> None:
+        """Go on after what was left out."""
 
     def finish(self) -> None:
         """End the run here, as if the data were at their end: states are those of the next run."""
@@ -290,6 +316,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         check_owner(self._pid)
         async with self._turn_of_task():
             self._enter(ASYNC_FOR)
+            if self._is_behind:
+                await self._leave_out_aside()
             return await self._take_async(asked_at)
 
     def _take(self, asked_at: float) -> Any:

@@ -49,6 +49,7 @@ class Checkpointer:
         num_workers: How many there are now, where their number looks after itself.
         warned: The warnings that the loader has logged about its states, once each.
         is_resumed: It has begun from a state of the middle of a run.
+        left_out: How many batches are still to be read and dropped, or ALL: see `LoaderState.left_out`.
         meter: Counts what happens in it; None before it is made.
         iterator: Refers to its iterator; returns None if that is gone.
     """
@@ -66,6 +67,7 @@ class Checkpointer:
     num_workers: int | None
     warned: set[str]
     is_resumed: bool = False
+    left_out: int = 0
     meter: Meter | None = None
     iterator: Callable[[], Any] = nobody
     _begun_at: float = field(default_factory=perf_counter)
@@ -193,6 +195,7 @@ class Checkpointer:
             sample=sample,
             workers=None if now.workers is None else as_plain(now.workers),
             next_worker=now.next_worker,
+            left_out=self.left_out,
         )
 
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> LoaderState:

@@ -134,6 +134,7 @@ def begin(
         num_workers=int(options.num_workers) if options.is_auto else None,
         warned=runs.warned,
         is_resumed=state is not None and not state.is_between_runs,
+        left_out=there.left_out,
     )
     runs.begin(checkpointer, state)
     return RunStart(plan, checkpointer, starts)

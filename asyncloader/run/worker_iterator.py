@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -150,11 +149,11 @@ class WorkerIterator(BaseIterator[T_co]):
             # wake-up by the loop thread, at the beginning of this run, may have found it with the last one still.
             before.handoff.wake()
 
-    def leave_out(self, loader: DataLoader[T_co], count: int) -> None:
-        """Read so many batches and drop them; or ALL, and begin the next run."""
-        super().leave_out(loader, count)
-        if count == ALL:
-            deque(self, maxlen=0)
+    def _note_left_out(self) -> None:
+        """Begin the next run after one of which all was left out."""
+        if self._checkpointer.left_out == ALL:
+            if (loader := self._loader()) is None:
+                raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
             self.begin_next(loader, self.asked)
 
     def _take_from(self, run: Run) -> None:

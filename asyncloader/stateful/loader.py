@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from asyncloader.errors import StateMismatchError
 from asyncloader.loader import DataLoader
 from asyncloader.protocols import SuppliesKeys
 from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
@@ -42,6 +43,9 @@ class StatefulDataLoader(DataLoader[T_co]):
         options: The others of :class:`asyncloader.DataLoader`, ``snapshot_every_n_steps`` among them.
     """
 
+    _waiting: dict[str, Any] | None = None
+    """A state that was loaded, and is for another number of workers than there are."""
+
     def __init__(
         self,
         dataset: Dataset[T_co],
@@ -70,8 +74,36 @@ class StatefulDataLoader(DataLoader[T_co]):
             # Past the guard of torch's, which refuses to have it set.
             vars(self)["batch_sampler"] = BatchSampler(self.sampler, self.batch_size, self.drop_last)
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter`` or ``aiter`` go on from a state.
+
+        Args:
+            state: Of this loader, one that was made alike, or torchdata's (0.8 to 0.11). A state for another number of
+                workers is refused by ``iter``, as in torchdata: the number may still be set.
+
+        Raises:
+            StateMismatchError: if it was taken of something else; it says what differs.
+        """
+        self._waiting = None
+        try:
+            super().load_state_dict(state)
+        except StateMismatchError as error:
+            if error.field != "num_workers":
+                raise
+            self._waiting, self._iterator = state, None  # persistent workers would go on without it
+
+    def _load_waiting(self) -> None:
+        if self._waiting is not None:
+            super().load_state_dict(self._waiting)
+            self._waiting = None
+
+    def _make_iterator(self, *, wait_for_start: bool) -> Any:
+        self._load_waiting()
+        return super()._make_iterator(wait_for_start=wait_for_start)
+
     def state_dict(self) -> dict[str, Any]:
         """Return a state of ours, with torchdata's word for the end of an epoch, which others read and write."""
+        self._load_waiting()
         state = super().state_dict()
         return {**state, "_iterator_finished": state["finished"]}
 

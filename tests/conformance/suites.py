@@ -14,7 +14,7 @@ cases); with persistent ones it did not finish within 20 minutes on the busy mac
 
 DATA = """### torchdata: `test_state_dict.py`, `test_sampler.py`, `test_incremental_state.py`
 
-At e640e6f, with torchdata 0.11, and `asyncloader.stateful.StatefulDataLoader` in the place of its class: 95 of 110
+At 088e4347, with torchdata 0.11, and `asyncloader.stateful.StatefulDataLoader` in the place of its class: 99 of 110
 tests pass. (`python -m tests.stateful.matrix` shows that torchdata's checkpoints of all kinds go on with ours.)"""
 
 MONAI = """### MONAI
@@ -48,22 +48,13 @@ TORCH_FAILURES = {
 }
 
 DATA_FAILURES = {
-    "`TestDataLoader.test_sampler_next_yielded`": "The test is of a sampler of torchdata's, newer than 0.11, and has "
-    "no loader. It fails with torchdata's class too.",
     "`TestInitialState.test_initial_state`, `.test_load_state_after_initial_state_dict`, `TestSingleIterCalled` (4), "
     "`TestDynamicStateIterableDataset.test`, `TestDatasetIteratorStateDuplication.test`, "
     "`TestOutOfOrderWithCheckpointing.test_out_of_order_iterable_ds_one_completed_worker`, "
     "`.test_out_of_order_iterable_ds_no_completed_workers`": "The tests read torchdata's own layout of a state "
     "(`_snapshot`, `fetcher_state`).",
-    "`TestFastStateDictRequestRoundRobin.test_fast_state_dict_request_skip_steps`": "The data are the same; the states "
-    "that it compares name the same place, counted from different batches.",
-    "`TestNumWorkersMismatch.test_num_workers_mismatch`": "`load_state_dict` refuses the state, with an AssertionError "
-    "of ours (`StateMismatchError`); the test expects that `iter` does.",
     "`TestInitialState.test_init_error`": "`iter` does not wait for `worker_init_fn`, so the first `next` raises the "
     "error of that function, as with torch's DataLoader.",
-    "`TestSnapshotEnd.test_iterable`": "With persistent workers, a stream that draws from a worker's global generator "
-    "draws other numbers in the epoch after a state that was taken between two epochs. That generator belongs to the "
-    "state of the iterator, which ends with its epoch here. A state of the dataset itself is carried over.",
 }
 
 

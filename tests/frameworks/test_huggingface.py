@@ -25,6 +25,7 @@ from asyncloader import DataLoader
 from asyncloader.accelerate import use_asyncloader
 from asyncloader.datasets import ParallelMap
 from asyncloader.protocols import leaves_out_buffer
+from asyncloader.stateful import StatefulDataLoader
 from tests.frameworks.witness import Sample, assert_made_by_torch, assert_made_by_us, attest, indices
 
 VOCABULARY = 16
@@ -70,7 +71,15 @@ class Sentences(torch.utils.data.Dataset[Sample]):
         return {"input_ids": words, "labels": label, "index": index, "witness": attest()}
 
 
-def make_trainer(folder: Path, **options: Any) -> tuple[Trainer, Classifier]:
+class StatefulTrainer(Trainer):  # type: ignore[misc]
+    """Makes the loader itself, as programs do that were written for torchdata's."""
+
+    def get_train_dataloader(self) -> Any:
+        loader = StatefulDataLoader(self.train_dataset, 4, shuffle=True, num_workers=2)
+        return self.accelerator.prepare(loader)
+
+
+def make_trainer(folder: Path, kind: type[Trainer] = Trainer, **options: Any) -> tuple[Trainer, Classifier]:
     torch.manual_seed(0)
     model = Classifier()
     arguments = TrainingArguments(
@@ -85,7 +94,7 @@ def make_trainer(folder: Path, **options: Any) -> tuple[Trainer, Classifier]:
         **{"save_strategy": "no", "num_train_epochs": 2, **options},
     )
     data = Sentences(40)
-    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=Sentences(12)), model
+    return kind(model=model, args=arguments, train_dataset=data, eval_dataset=Sentences(12)), model
 
 
 @pytest.mark.usefixtures("kept")
@@ -127,13 +136,14 @@ def test_persistent_workers_of_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("kept")
-def test_trainer_resumes_within_an_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "step"), [(Trainer, 6), (StatefulTrainer, 12)])
+def test_trainer_resumes_within_an_epoch(kind: type[Trainer], step: int, tmp_path: Path) -> None:
     """The Trainer skips what it has trained on by Accelerate's skip_first_batches; the rest comes from our workers."""
-    whole, complete = make_trainer(tmp_path / "whole", max_steps=20, save_strategy="steps", save_steps=6)
+    whole, complete = make_trainer(tmp_path / "whole", kind, max_steps=20, save_strategy="steps", save_steps=6)
     whole.train()
-    resumed, rest = make_trainer(tmp_path / "resumed", max_steps=20)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
-    assert indices(rest.seen) == indices(complete.seen[6:])
+    resumed, rest = make_trainer(tmp_path / "resumed", kind, max_steps=20)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert indices(rest.seen) == indices(complete.seen[step:])
     assert_made_by_us(rest.seen, num_workers=2)
     assert all(torch.equal(*pair) for pair in zip(complete.parameters(), rest.parameters(), strict=True))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from asyncloader import DataLoader
 from asyncloader.errors import StateMismatchError
 from asyncloader.stateful import StatefulDataLoader, convert
 from tests.stateful.matrix import outcome, states, wrong
-from tests.stateful.programs import SAMPLERS, make, plain
+from tests.stateful.programs import SAMPLERS, Reader, StreamOfReaders, make, plain
 
 pytestmark = [
     pytest.mark.on_threads,
@@ -71,8 +74,19 @@ def test_states_of_datasets_fit_as_many_workers() -> None:
     found = states(program)
     loader = make(StatefulDataLoader, program, 2)
     loader.load_state_dict(found["before"][0])
+    loader.load_state_dict(found["last batch"][0])  # the number of workers may still be set
+    for refused in (loader.state_dict, partial(iter, loader), partial(aiter, loader)):
+        with pytest.raises(StateMismatchError, match="num_workers"):
+            refused()
+    persistent = make(StatefulDataLoader, (*program[:4], True), 2)
+    assert plain(persistent)
+    persistent.load_state_dict(found["last batch"][0])
     with pytest.raises(StateMismatchError, match="num_workers"):
-        loader.load_state_dict(found["last batch"][0])
+        iter(persistent)
+    loader.num_workers = 3
+    assert plain(loader) == found["last batch"][1]
+    with pytest.raises(StateMismatchError, match="num_workers"):
+        make(DataLoader, program, 2).load_state_dict(found["last batch"][0])
 
 
 def test_states_of_streams_fit_as_many_workers() -> None:
@@ -110,15 +124,67 @@ def test_a_sampler_of_torchs_draws_anew(caplog: pytest.LogCaptureFixture) -> Non
     assert "generator of RandomSampler" in caplog.text
 
 
-async def test_async_for_goes_on_after_batches_that_are_read_again() -> None:
-    """They are read before `aiter` returns, as before `iter` does."""
-    program = ("iterator with a state", "sequential", 3, 4, False)
-    state, *expected = states(program)["last batch"]
-    assert state["_steps_since_snapshot"]
-    loader = make(StatefulDataLoader, program)
+@pytest.mark.parametrize(
+    "program",
+    [("iterator with a state", "sequential", 3, 4, False), ("its own iterator", "sequential", 3, 1, True)],
+    ids=str,
+)
+async def test_async_for_goes_on_after_batches_that_are_read_again(program: Any) -> None:
+    """The first `anext` reads them, or all that is left of an epoch, and the states until then are as good."""
+    for moment, (state, *expected) in states(program).items():
+        loader = make(StatefulDataLoader, program)
+        loader.load_state_dict(state)
+        converted = convert(state, loader)
+        iterator = aiter(loader)
+        if converted["left_out"]:
+            assert iterator.state_dict()["left_out"] == converted["left_out"]
+            with pytest.raises(RuntimeError, match="async for"):
+                next(iterator)
+            another = make(StatefulDataLoader, program)
+            another.load_state_dict(iterator.state_dict())
+            assert plain(another) == expected[0], moment
+        assert plain([batch async for batch in iterator]) == expected[0], moment
+        assert plain([batch async for batch in loader]) == expected[1], moment
+
+
+class Slow(StreamOfReaders):
+    """Each sample takes 20 ms."""
+
+    def __iter__(self) -> Any:
+        return SlowReader(self.part())
+
+
+class SlowReader(Reader):
+    """Each sample takes 20 ms."""
+
+    def __next__(self) -> int:
+        time.sleep(0.02)
+        return super().__next__()
+
+
+async def test_what_is_read_again_blocks_no_loop() -> None:
+    """And what was dropped before a task was cancelled is not dropped twice."""
+
+    def make_slow(loader_class: Any) -> Any:
+        return loader_class(Slow(), 2, num_workers=2, snapshot_every_n_steps=20)
+
+    theirs = make_slow(Theirs)
+    iterator = iter(theirs)
+    for _ in range(8):
+        next(iterator)
+    state, rest = theirs.state_dict(), plain(iterator)
+    loader = make_slow(StatefulDataLoader)
     loader.load_state_dict(state)
-    assert plain([batch async for batch in loader]) == expected[0]
-    assert plain([batch async for batch in loader]) == expected[1]
+    batches, turns = aiter(loader), 0
+    first = asyncio.create_task(anext(batches))
+    while not first.done() and turns < 1000:  # the workers have 0.1 s and more to do
+        await asyncio.sleep(0.005)
+        turns += 1
+        if loader.state_dict()["left_out"] <= 4:
+            first.cancel()
+    assert turns > 2
+    assert first.cancelled()
+    assert plain([batch async for batch in batches]) == rest
 
 
 def test_convert_writes_a_state_of_ours() -> None:

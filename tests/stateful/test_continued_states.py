@@ -1,0 +1,87 @@
+"""After a resume, later states and what iterators draw in later epochs are as they would have been without it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import DataLoader
+from asyncloader.messages import snapshot
+from asyncloader.stateful import StatefulDataLoader
+from tests.stateful.programs import Reader, Stream, StreamOfReaders, plain
+
+
+class Drawing(Stream):
+    """Its iterators draw from the worker's global generator, which is in their states."""
+
+    def __iter__(self) -> Any:
+        return DrawingReader(self.part())
+
+
+class DrawingReader(Reader):
+    """Adds a number that it draws."""
+
+    def __next__(self) -> int:
+        return super().__next__() + 1000 * int(torch.randint(1000, ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        torch.set_rng_state(state["generator"])
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("every", [1, 4])
+def test_generators_in_states_of_iterators_go_on_in_later_epochs(loader_class: Any, every: int) -> None:
+    """Persistent workers go on with them, so workers that are started after an epoch do as well."""
+
+    def make() -> Any:
+        return loader_class(
+            Drawing(),
+            4,
+            num_workers=2,
+            persistent_workers=True,
+            snapshot_every_n_steps=every,
+            generator=torch.Generator().manual_seed(4),
+        )
+
+    whole = make()
+    first = plain(whole)
+    state, second = whole.state_dict(), plain(whole)
+    assert first != second
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert plain(resumed) == second
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("batches", [1, 3, 5])
+def test_snapshots_are_counted_on_after_a_resume(
+    num_workers: int, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later states are those of the run without an interruption: batches since a snapshot go on to be counted."""
+    for name in ("_CHEAP_S", "_CHEAP_FIRST_S"):  # otherwise a busy machine may take states less often
+        monkeypatch.setattr(snapshot, name, math.inf)
+
+    def make() -> Any:
+        return DataLoader(
+            StreamOfReaders(),
+            2,
+            num_workers=num_workers,
+            snapshot_every_n_steps=4,
+            generator=torch.Generator().manual_seed(4),
+        )
+
+    states = []
+    whole = make()
+    for _ in whole:
+        states.append(whole.state_dict())
+    resumed = make()
+    resumed.load_state_dict(states[batches - 1])
+    for place, _ in enumerate(resumed, batches):
+        assert resumed.state_dict()["workers"] == states[place]["workers"], place
