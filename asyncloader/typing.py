@@ -1,11 +1,10 @@
-"""Types for annotations: protocols of datasets, and what loaders and datasets return.
+"""Types for annotations: protocols of datasets, and what loaders return.
 
 AsyncDataset, AsyncBatchDataset, AsyncIterableDataset,       what a dataset may be; none needs to be a base class
 AsyncResource, TwoFacedDataset
 BaseIterator                                                 of ``iter(loader)`` and ``aiter(loader)``
 Faults, Stages, Timing, Verdict, Waiting, Workers,
 WorkerStats                                                  parts of :class:`asyncloader.LoaderStats`
-StoreUsage                                                   of :meth:`asyncloader.datasets.CachedDataset.usage`
 """
 
 import importlib
@@ -20,7 +19,6 @@ from asyncloader.protocols import (
 )
 
 if TYPE_CHECKING:
-    from asyncloader.datasets.sample_store import StoreUsage
     from asyncloader.observe.faults import Faults
     from asyncloader.observe.figures import Stages, Waiting, Workers, WorkerStats
     from asyncloader.observe.timing import Timing
@@ -43,7 +41,6 @@ __all__ = [
     "BaseIterator",
     "Faults",
     "Stages",
-    "StoreUsage",
     "Timing",
     "TwoFacedDataset",
     "Verdict",
@@ -56,7 +53,6 @@ _MODULES = {
     "BaseIterator": "run.base_iterator",
     "Faults": "observe.faults",
     "Stages": "observe.figures",
-    "StoreUsage": "datasets.sample_store",
     "Timing": "observe.timing",
     "Verdict": "observe.verdict",
     "Waiting": "observe.figures",

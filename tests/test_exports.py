@@ -42,7 +42,6 @@ def test_public_names_of_the_datasets(run: Callable[..., Program]) -> None:
         "FetchError",
         "ParallelMap",
         "RemoteDataset",
-        "SharedDict",
         "SharedList",
     ]
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)
@@ -106,7 +105,6 @@ def test_public_names_of_types() -> None:
         "BaseIterator",
         "Faults",
         "Stages",
-        "StoreUsage",
         "Timing",
         "TwoFacedDataset",
         "Verdict",

@@ -1,7 +1,7 @@
 """Datasets that are ready to use: each is an ordinary dataset, and awaited by our loader where its data lie elsewhere.
 
     RemoteDataset                 objects over HTTP, in S3, GCS, Azure                       asyncloader[remote]
-    SharedList, SharedDict        rows in memory once for all workers
+    SharedList                    rows in memory once for all workers
     CachedDataset                 samples of a slow dataset, made once and kept
     ParallelMap                   the items of a stream, read once and worked on by all workers
 
@@ -13,13 +13,11 @@ from asyncloader.datasets.cached import CachedDataset
 from asyncloader.datasets.parallel_map import ParallelMap
 from asyncloader.datasets.remote import FetchError, RemoteDataset
 from asyncloader.datasets.shared import SharedList
-from asyncloader.datasets.shared_dict import SharedDict
 
 __all__ = [
     "CachedDataset",
     "FetchError",
     "ParallelMap",
     "RemoteDataset",
-    "SharedDict",
     "SharedList",
 ]

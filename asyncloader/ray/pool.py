@@ -27,7 +27,6 @@ from ray.exceptions import RayActorError
 
 from asyncloader.backends.backend import END_GRACE_S, Backend, Launch
 from asyncloader.backends.worker import Worker, WorkerState
-from asyncloader.datasets.memory_file import by_value
 from asyncloader.errors import LoaderClosedError, WorkerStartError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES, unpack
@@ -240,8 +239,7 @@ class RayPool(Backend[RayWorker]):
         self._actors = actors
         self._on_mismatch = on_mismatch
         self._are_alike = are_alike
-        with by_value():
-            parts = [memoryview(part) for part in pickle_by_value(spec)]
+        parts = [memoryview(part) for part in pickle_by_value(spec)]
         self._are_read_only = [part.readonly for part in parts]
         self._parts = ray.put([np.frombuffer(part, np.uint8) for part in parts])  # travels once to each node
         self._recycler = Recycler()

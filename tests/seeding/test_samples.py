@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -253,21 +254,25 @@ def test_samples_of_several_datasets() -> None:
     assert_reproducible(lambda: StackDataset(Drawing(), Together()), num_workers=(0, 2), scheduling=["static"])
 
 
-def test_transforms_after_a_cache_draw_the_same_whether_it_had_the_sample() -> None:
+def test_transforms_after_a_cache_draw_the_same_whether_it_had_the_sample(tmp_path: Path) -> None:
     """What the sample drew when it was made does not matter."""
 
-    def dataset() -> Any:
-        return CachedDataset(Drawing(), "ram", transform=lambda sample: (sample[0], *draw()[:3]))
+    def dataset(folder: str) -> Any:
+        first = lambda sample: (sample[0], *draw()[:3])  # noqa: E731
+        return CachedDataset(Drawing(), tmp_path / folder, fingerprint="v1", transform=first)
 
-    full = dataset()
+    full = dataset("full")
     samples(full, shuffle=False)
-    assert samples(full) == samples(dataset(), num_workers=1, batch_size=5)
+    assert samples(full) == samples(dataset("empty"), num_workers=1, batch_size=5)
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 1, "worker_backend": "thread"}, {"concurrency": 2}])
-def test_transforms_after_a_cache_draw_as_ever_where_the_generators_are_the_trainers(options: Any) -> None:
+def test_transforms_after_a_cache_draw_as_ever_where_the_generators_are_the_trainers(
+    options: Any, tmp_path: Path
+) -> None:
     """The cache has a block, which is not the user's own."""
-    cached = CachedDataset(Drawing(), "ram", transform=lambda sample: (sample[0], *draw()))
+    drawn = lambda sample: (sample[0], *draw())  # noqa: E731
+    cached = CachedDataset(Drawing(), tmp_path, fingerprint="v1", transform=drawn)
     assert len(samples(cached, **options)) == 2 * LENGTH
 
 

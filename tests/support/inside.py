@@ -133,8 +133,8 @@ def idle_bytes(heap: Heap) -> int:
 
 
 def descriptor(memory: Any) -> int:
-    """Return the descriptor of an arena, or of the file of a shared list."""
-    fd: int = memory._fd if hasattr(memory, "_fd") else memory._file.fd
+    """Return the descriptor of an arena."""
+    fd: int = memory._fd
     return fd
 
 
@@ -161,9 +161,9 @@ def versions(dataset: Any) -> list[Any]:
     return found
 
 
-def memory(shared: Any) -> Any:
-    """Return the mapping that a shared list is read from."""
-    return shared._memory
+def contents(shared: Any) -> Any:
+    """Return the memory that a shared list is read from."""
+    return shared._content
 
 
 # ------------------------------------------------------------------------------------------------- whose turn it is
