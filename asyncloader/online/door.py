@@ -34,6 +34,7 @@ log = logging.getLogger("asyncloader")
 _RETRY_S = 0.5
 _ROOT = 0
 _NO_LEASE = -1
+_OF_LEASES = ("settle", "hand_over", "renew")
 
 
 class Door:
@@ -155,7 +156,7 @@ class _Connection:
         name, *arguments = message
         if name == "withdraw":
             self._withdraw(server, request, *arguments)
-        elif name in ("settle", "renew"):
+        elif name in _OF_LEASES:
             self._with_lease(server, request, name, *arguments)
         else:
             server.call(request, name, *arguments)
@@ -169,10 +170,10 @@ class _Connection:
         request.answer(None)
 
     def _with_lease(self, server: Link, request: Request, name: str, number: int, *made: Any) -> None:
-        """Settle, or renew, what was leased by the call of a number."""
+        """Settle, renew or hand over what was leased by the call of a number."""
         leased = self._requests[number].outcome[0] if number in self._requests else None
         server.call(request, name, leased.lease if isinstance(leased, Leased) else _NO_LEASE, *made)
-        if name == "settle" and request.outcome[1] is None:
+        if name != "renew" and request.outcome[1] is None:
             del self._requests[number]
 
     def _answer(self, number: int, request: Request) -> None:

@@ -65,8 +65,9 @@ class Feed(Producers, SuppliesKeys[T]):
             read ahead in a thread, whose event loop is not the caller's; whoever leases waits until an item has come.
             If the source has `state_dict` and `load_state_dict`, states have its state; otherwise they have the number
             of its items that were leased, which a resumed run leaves out. None: producers put samples without leases.
-        batch_size: Samples of a batch.
-        group_size: Samples that are put, and trained, together; they are in one batch, side by side. None: single ones.
+        batch_size: Samples of a batch. A group that was made in parts (`Lease.add`) counts as one.
+        group_size: Samples that are put, and trained, together; they are in one batch, side by side. None: single ones,
+            and groups of any size where an item is made in parts.
         max_staleness: How many versions older than the weights a sample may be when its batch is asked for. Producers
             wait while what they would make could become older, and the trainer waits for a slow producer whose sample
             would. None: any.

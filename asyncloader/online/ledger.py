@@ -5,7 +5,7 @@
       │          │ give back       │ too old ──> settled: stale
       └─ pending <─────────────────┘ on_stale="recycle"         running ── drop ──> settled: dropped
 
-A *unit* is what is leased, put and trained as a whole: one sample, or a group of ``group_size``. A unit is in one of
+A *unit* is what is leased, put and trained as a whole: one sample, or a group of samples. A unit is in one of
 these places, and charged against the bound until it is settled.
 
 The bound. Each version of the weights trains ``steps_per_version`` batches at least. So batch j is trained by version
@@ -87,6 +87,8 @@ class Unit:
         priority: Units with more come first, where the order is by priority.
         tries: How many leases of it have failed.
         uses: How often it was trained.
+        partial: What a producer has made of the item for the next one to go on with, and the version of that; or
+            nothing.
         lease: The lease that it runs under.
     """
 
@@ -98,7 +100,13 @@ class Unit:
     priority: float = 0.0
     tries: int = 0
     uses: int = 0
+    partial: tuple[()] | tuple[Any, int] = ()
     lease: int | None = None
+
+    @property
+    def value(self) -> Any:
+        """What is leased: the item, or what has become of it so far."""
+        return self.partial[0] if self.partial else self.item
 
 
 class Ledger:
@@ -137,7 +145,7 @@ class Ledger:
         self._batches: deque[list[Unit]] = deque()  # from number `done` on
         self._next_lease = 0
         self._choice: list[Unit] | None = None  # the next batch, if that is known
-        # Units that were not trained yet, by version.
+        # Units that were not trained yet, by version. Those that are partly made count as running.
         self._new_ready: Counter[int] = Counter()
         self._new_running: Counter[int] = Counter()
 
@@ -182,9 +190,18 @@ class Ledger:
         return self.ended or (self.source_over and not (self.pending or self._running))
 
     def lease(self, item: Any = NOTHING) -> Unit:
-        """Lease an item of the source, where there is room; without one, the first unit that is pending."""
+        """Lease an item of the source, where there is room; without one, the first unit that is pending.
+
+        What is partly made has the version that it was begun with, and is begun anew if that is too old by now.
+        """
         unit = self.pending.popleft() if item is NOTHING else self._admit(item)
-        unit.version, unit.lease = self.version, self._next_lease
+        unit.version = self.version
+        if unit.partial:
+            unit.version = unit.partial[1]
+            _uncount(self._new_running, unit.version)
+            if self._is_unfit(unit):
+                unit.partial, unit.version = (), self.version
+        unit.lease = self._next_lease
         self._next_lease += 1
         self._running[unit.lease] = unit
         self._new_running[unit.version] += 1
@@ -222,16 +239,30 @@ class Ledger:
         """
         self._settle(self._end_lease(lease), "dropped")
 
-    def give_back(self, lease: int, *, failed: bool) -> None:
-        """Have another producer lease the unit; settle it if too many have failed. Ignore a lease that has ended."""
+    def give_back(self, lease: int, *, failed: bool, partial: Any = NOTHING) -> None:
+        """Have another producer lease the unit; settle it if too many have failed. Ignore a lease that has ended.
+
+        Args:
+            lease: The lease.
+            failed: It counts as a failure.
+            partial: What the other one goes on with, in place of the item.
+        """
         if lease not in self._running:
             return
         unit = self._end_lease(lease)
+        if partial is not NOTHING:
+            unit.partial = partial, unit.version
         unit.tries += failed
         if unit.tries > self.rules.max_retries:
             self._settle(unit, "failed")
         else:
-            self.pending.append(unit)
+            self._wait_for_producer(unit)
+
+    def _wait_for_producer(self, unit: Unit) -> None:
+        """Have a unit be leased again. What is partly made is waited for all the while, as if a producer had it."""
+        self.pending.append(unit)
+        if unit.partial:
+            self._new_running[unit.partial[1]] += 1
 
     def _admit(self, item: Any) -> Unit:
         unit = self.units[self.next_id] = Unit(self.next_id, item)
@@ -381,7 +412,7 @@ class Ledger:
             self._settle(unit, "trained")
         elif self.rules.on_stale == "recycle" and unit.item is not NOTHING:
             self.counts["recycled"] += 1
-            unit.samples = ()
+            unit.samples = unit.partial = ()
             self.pending.append(unit)
         else:
             self._settle(unit, "stale")
@@ -503,7 +534,9 @@ class Ledger:
         self.ended = False
         self.pending.clear()
         waiting = {*state["ready"]}
-        self.pending.extend(unit for number, unit in self.units.items() if number not in waiting)
+        for number, unit in self.units.items():
+            if number not in waiting:
+                self._wait_for_producer(unit)
         for number in state["ready"]:
             self._accept(self.units[number])
         self._choice = None
@@ -591,4 +624,5 @@ def _written(unit: Unit, was_used: bool) -> tuple[Any, ...]:
         unit.priority,
         unit.tries,
         unit.uses + was_used,
+        unit.partial,
     )

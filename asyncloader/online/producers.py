@@ -18,6 +18,7 @@ from typing import Any
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.errors import FeedClosedError, FeedFullError
 from asyncloader.online.forks import generation
+from asyncloader.online.ledger import NOTHING
 from asyncloader.online.link import Leased, Link, Request
 
 
@@ -205,6 +206,7 @@ class Lease:
     """The right to make the samples of an item: what `Producers.lease` and `Producers.leases` give.
 
     In a thread, ``with lease as item``; in a task, ``async with lease as item``. Methods may be called in any thread.
+    What is made at once is `put`; what is made in parts, some of them later than others, is `add`-ed, and `done`.
 
     Args:
         producers: The feed, or its handle.
@@ -213,7 +215,8 @@ class Lease:
     Attributes:
         id: The id of the item; ascending in the order of the source.
         value: The item, as the source gave it.
-        version: The version of the weights when the lease was given.
+        version: The version of the weights when the lease was given; of what another producer has begun (`retry`), that
+            of its lease.
         tries: How many leases of this item have failed before.
     """
 
@@ -226,6 +229,7 @@ class Lease:
         self._producers, self._ends_loop = producers, ends_loop
         self._leased: Leased | None = None
         self._is_async = False
+        self._parts: list[tuple[Any, int, float]] = []  # with version and cost of each
         self._process = generation()
 
     def __repr__(self) -> str:
@@ -262,8 +266,32 @@ class Lease:
             FeedClosedError: if the feed is closed.
             ValueError: if the feed does not take them. The lease goes on.
         """
-        made = samples, self.version if version is None else version, cost, priority
-        return self._put_async(made) if self._is_async else self._settle(made)
+        return self._put((samples, self.version if version is None else version, cost, priority, False))
+
+    def add(self, sample: Any, *, version: int | None = None, cost: float = 1.0) -> None:
+        """Add a sample to the group of this item. It stays here until `done`: a producer that dies takes it along.
+
+        Args:
+            sample: A part of the group.
+            version: The version of the weights that made it; by default that of the lease.
+            cost: Its cost.
+        """
+        self._held()
+        self._parts.append((sample, self.version if version is None else version, cost))
+
+    def done(self, *, priority: float = 0.0) -> Any:
+        """Put the group of what was added, which settles the lease: see `put`. A task awaits it.
+
+        The group has as many samples as there are; with ``group_size`` it has to have that many. It counts as one
+        sample of ``batch_size``, its version is that of its oldest sample, and its cost that of all.
+
+        Raises:
+            ValueError: if nothing was added, and as for `put`.
+        """
+        if not self._parts:
+            raise ValueError("nothing was added to this item: drop() settles it without samples")
+        samples, versions, costs = zip(*self._parts, strict=True)
+        return self._put(([*samples], min(versions), sum(costs), priority, True))
 
     def renew(self) -> Any:
         """Have the time limit of the lease begin again. A task awaits it.
@@ -286,11 +314,25 @@ class Lease:
         """
         self._settle(None)
 
-    def retry(self) -> None:
-        """Give the item back: another producer leases it, unless it has failed more than ``max_retries`` times."""
-        leased = self._held()
-        self._link.give_back(leased.lease, failed=True)
+    def retry(self, value: Any = NOTHING) -> None:
+        """Give the item back: another producer leases it, unless it has failed more than ``max_retries`` times.
+
+        Args:
+            value: What is made so far: the other one leases this in place of the item, and that is no failure. It has
+                the version of this lease, as all that is made of it has; when that has become too old, the item is
+                leased as the source gave it. What was added is in it, or gone.
+        """
+        leased, link = self._held(), self._link
+        if value is NOTHING:
+            link.give_back(leased.lease, failed=True)
+        else:
+            request = Request()
+            request.add_done_callback(partial(_give_back_all_the_same, link, leased.lease))
+            link.call(request, "hand_over", leased.lease, value)
         leased.end()
+
+    def _put(self, made: Any) -> Any:
+        return self._put_async(made) if self._is_async else self._settle(made)
 
     async def _put_async(self, made: Any) -> None:
         leased = self._held()
@@ -371,6 +413,12 @@ def _wake(link: Link, answered: asyncio.Future[None], request: Any) -> None:
         answered.get_loop().call_soon_threadsafe(_set, answered)
     except RuntimeError:
         link.withdraw(request)
+
+
+def _give_back_all_the_same(link: Link, lease: int, request: Any) -> None:
+    """Give back what could not be handed over, as it was: what was made cannot be unpickled by the feed, perhaps."""
+    if request.exception() is not None:
+        link.give_back(lease, failed=True)
 
 
 def _set(answered: asyncio.Future[None]) -> None:

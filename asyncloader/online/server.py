@@ -143,8 +143,8 @@ class FeedServer:
         """Lease the next item."""
         self._wait(request, self._leasers, self._try_lease)
 
-    def settle(self, request: Request, lease: int, made: tuple[Any, int, Any, Any] | None) -> None:
-        """Settle what is leased: by samples, with their version, cost and priority; or by none."""
+    def settle(self, request: Request, lease: int, made: tuple[Any, int, Any, Any, bool] | None) -> None:
+        """Settle what is leased: by samples with version, cost, priority, and whether they are parts; or by none."""
         with Change(self):
             if made is None:
                 self.ledger.drop(lease)
@@ -152,6 +152,14 @@ class FeedServer:
                 self._check_open()
                 self.ledger.running(lease)
                 self.ledger.put(*self._checked(*made), lease)
+            self._deadlines.pop(lease, None)
+            self._answer(request, True)
+
+    def hand_over(self, request: Request, lease: int, partial: Any) -> None:
+        """Have what is leased be leased again, as something that is partly made."""
+        with Change(self):
+            self.ledger.running(lease)
+            self.ledger.give_back(lease, failed=False, partial=partial)
             self._deadlines.pop(lease, None)
             self._answer(request, True)
 
@@ -282,7 +290,7 @@ class FeedServer:
     # ----------------------------------------------------------------------------------------------------- producers
 
     def _checked(
-        self, samples: Any, version: int, cost: float | None, priority: float
+        self, samples: Any, version: int, cost: float | None, priority: float, in_parts: bool = False
     ) -> tuple[list[Any], int, float, float]:
         """Return the samples of a unit as a list, their version, their cost, and their priority.
 
@@ -290,7 +298,7 @@ class FeedServer:
             ValueError: for what no feed like this can take.
         """
         if self._group_size is None:
-            samples = [samples]
+            samples = samples if in_parts else [samples]
         elif not isinstance(samples, (list, tuple)) or len(samples) != self._group_size:
             got = f"{len(samples)}" if isinstance(samples, (list, tuple)) else f"a {type(samples).__name__}"
             raise ValueError(f"a group is a list of {self._group_size} samples (group_size), but got {got}")
@@ -323,7 +331,7 @@ class FeedServer:
                 raise closed(self.address, "the source has ended, and all its items are settled")
             return WAITS
         self._limit(unit.lease)
-        return Leased(self, unit.lease, unit.id, unit.item, unit.version, unit.tries)
+        return Leased(self, unit.lease, unit.id, unit.value, unit.version, unit.tries)
 
     def _limit(self, lease: int) -> None:
         """Have a lease end when its time is up, from now on."""

@@ -72,15 +72,22 @@ def note(play: Play, *words: object) -> None:
 
 
 async def produce(source: Any, play: Play, seed: int) -> None:
-    """Lease and put, at some pace; fail now and then."""
+    """Lease and put, at once or in parts, at some pace; fail now and then, or give back what is made so far."""
     draws = random.Random(seed)
     async for item in source.leases():
         with suppress(ZeroDivisionError):
             async with item:
                 await asyncio.sleep(draws.expovariate(1) * play.pace_s)
-                if draws.random() < 0.1:
+                drawn = draws.random()
+                if drawn < 0.1:
                     raise ZeroDivisionError
-                await item.put(item.value)
+                if drawn < 0.2:
+                    item.retry(value=item.value)
+                elif drawn < 0.5:
+                    item.add(item.value)
+                    await item.done()
+                else:
+                    await item.put(item.value)
 
 
 def produce_elsewhere(handle: FeedHandle, play: Play, seed: int, dies_after_s: float | None) -> None:

@@ -25,7 +25,8 @@ def check(ledger: Ledger) -> None:
     assert len(ledger.units) <= ledger.rules.limit
     assert len(ledger._batches) == ledger.formed - ledger.done
     assert all(unit.samples for unit in (*ledger._ready.values(), *batches))
-    assert ledger._new_running == Counter(unit.version for unit in ledger._running.values())
+    begun = Counter(unit.partial[1] for unit in ledger.pending if unit.partial)
+    assert ledger._new_running == begun + Counter(unit.version for unit in ledger._running.values())
     assert ledger._new_ready == Counter(unit.version for unit in ledger._ready.values() if not unit.uses)
     settled = ("trained", "stale", "dropped", "failed")
     assert ledger.next_id == len(ledger.units) + sum(ledger.counts[name] for name in settled)
@@ -75,7 +76,17 @@ class Play(RuleBasedStateMachine):
         if ledger.closed or ledger.ended:
             return
         if ledger.pending:
+            before = ledger.pending[0]
+            partial = before.partial
             unit = ledger.lease()
+            assert unit is before
+            if unit.partial:
+                value, version = partial
+                is_late = self.rules.max_staleness is not None and ledger.version - version > self.rules.max_staleness
+                assert self.rules.on_stale == "keep" or not is_late
+                assert (unit.value, unit.version) == (value, version)
+                return
+            assert unit.value == unit.item
         elif ledger.has_room and not ledger.source_over:
             unit = ledger.lease(self.items)
             self.items += 1
@@ -111,6 +122,15 @@ class Play(RuleBasedStateMachine):
         if (unit := self._some(data)) is not None:
             assert unit.lease is not None
             self.ledger.give_back(unit.lease, failed=failed)
+
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        """A producer gives back what it has made so far."""
+        if (unit := self._some(data)) is not None:
+            assert unit.lease is not None
+            tries, version = unit.tries, unit.version
+            self.ledger.give_back(unit.lease, failed=False, partial=["partly", unit.id])
+            assert (unit.tries, unit.partial) == (tries, (["partly", unit.id], version))
 
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
