@@ -246,6 +246,12 @@ def is_async_iterable(dataset: Any) -> bool:
     return _defines(kind, "__aiter__") and not hasattr(kind, "__getitem__")
 
 
+def reads_async(dataset: Any) -> bool:
+    """Whether the dataset is to be read with ``async for``: it can, and gains by it, or has no other way."""
+    kind = type(dataset)
+    return _defines(kind, "__aiter__") and (bool(probe(dataset, "is_remote", True)) or not _defines(kind, "__iter__"))
+
+
 def accept_iterable(dataset: Any) -> None:
     """Have torch take an async iterable for what it is.
 
@@ -272,7 +278,7 @@ def _is_async_itself(dataset: Any) -> bool:
     kind = type(dataset)
     return (
         has_async_face(dataset)
-        or _defines(kind, "__aiter__")
+        or reads_async(dataset)
         or inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
         or inspect.iscoroutinefunction(probe(dataset, "__getitems__"))
         or is_resource(dataset)

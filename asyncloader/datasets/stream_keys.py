@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from asyncloader import threads
 from asyncloader.async_face import resolved
-from asyncloader.protocols import is_resource, is_stateful, probe, put_back
+from asyncloader.protocols import is_resource, is_stateful, probe, put_back, reads_async
 
 log = logging.getLogger("asyncloader")
 
@@ -356,7 +356,7 @@ def _read(items: Items, source: Any) -> None:
             stream = open_stream(source)
             states = pickle.loads(items.begin.states) if items.begin.states else {}
             put_back(stream, states.get("stream"))
-            if hasattr(type(stream), "__aiter__"):
+            if reads_async(stream):
                 asyncio.run(_read_async(items, stream, states.get("iterator")))
             else:
                 _read_plain(items, stream, states.get("iterator"))

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +195,9 @@ def _put_back(
     frozen = None if states is None else Frozen(states)
     samplers = _begin_epoch(options, runs, SamplerState(frozen, state.drawn, tuple(state.passes)), last)
     runs.set_epochs.note_state(state, options)
+    if state.is_between_runs:  # a copy in a worker loads its state of the epoch before, and is told the one that begins
+        pairs = zip_longest(listeners(options.dataset), news)
+        news = tuple(each.epoch if counting([each]) else told for each, told in pairs)
     starts = _starts(options, state, news)
     if starts is not None and options.is_inline and state.is_between_runs and _has_dataset(options, starts[0]):
         # Before anything of the run is drawn: the dataset's state may set a global generator.

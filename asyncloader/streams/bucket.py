@@ -76,15 +76,13 @@ class Bucket(Windowed[list[T]]):
     def take(self) -> tuple[list[T], Mark]:
         """Return the sample that has waited longest, and those of the nearest lengths, with their marks."""
         self.fill()
-        batch = self.pop(self._choose([each.cost for each in self._window]))
-        return [each.sample for each in batch], [each.mark for each in batch]
-
-    def _choose(self, costs: list[int]) -> list[int]:
-        first = longest = costs[0]
+        window = self._window
+        first = longest = window[next(iter(window))].cost
         chosen: list[int] = []
-        for place in sorted(range(len(costs)), key=lambda place: abs(costs[place] - first))[: self.max_samples]:
-            longest = max(longest, costs[place])
-            if longest * (len(chosen) + 1) > self.max_tokens or (self.bounds and costs[place] != first):
+        for number in sorted(window, key=lambda number: abs(window[number].cost - first))[: self.max_samples]:
+            longest = max(longest, window[number].cost)
+            if longest * (len(chosen) + 1) > self.max_tokens or (self.bounds and window[number].cost != first):
                 break
-            chosen.append(place)
-        return sorted(chosen)
+            chosen.append(number)
+        batch = [window.pop(number) for number in sorted(chosen)]
+        return [each.sample for each in batch], [each.mark for each in batch]

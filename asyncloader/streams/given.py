@@ -8,8 +8,6 @@ Those beyond are as many as wait in buffers behind whatever numbers them. So thi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 class Given:
     """The numbers of items that were given.
@@ -17,31 +15,33 @@ class Given:
     Args:
         low: All below this one were.
         beyond: Of those above it, these.
+
+    Attributes:
+        end: How many items there are; -1 as long as nobody knows.
     """
 
-    __slots__ = ("beyond", "low")
+    __slots__ = ("beyond", "end", "low")
 
-    def __init__(self, low: int = 0, beyond: Iterable[int] = ()) -> None:
-        self.low = low
-        self.beyond = set(beyond)
-        self._close_up()
-
-    def __contains__(self, number: int) -> bool:
-        return number < self.low or number in self.beyond
+    def __init__(self, low: int = 0, *beyond: int) -> None:
+        self.low, self.beyond, self.end = low, {*beyond}, -1
 
     def add(self, number: int) -> None:
         """Note that an item was given."""
-        if number == self.low:
-            self.low += 1
-            self._close_up()
-        elif number > self.low:
+        if number != self.low:
             self.beyond.add(number)
+            return
+        self.low += 1
+        while self.beyond and self.low in self.beyond:
+            self.beyond.remove(self.low)
+            self.low += 1
 
-    def update(self, other: Given) -> None:
-        """Note that all items were given which another record has."""
-        self.low = max(self.low, other.low)
-        self.beyond = {number for number in self.beyond | other.beyond if number >= self.low}
-        self._close_up()
+    def update(self, low: int, *beyond: int) -> None:
+        """Note that the items of another record were given."""
+        left = {number for number in self.beyond.union(beyond) if number >= max(self.low, low)}
+        self.low, self.beyond = max(self.low, low), left
+        if self.low in left:
+            left.remove(self.low)
+            self.add(self.low)
 
     def first_left(self, number: int) -> int:
         """Return the first number, from this one on, that was not given."""
@@ -53,8 +53,3 @@ class Given:
     def state(self) -> list[int]:
         """Return plain values: `low`, and those beyond in ascending order."""
         return [self.low, *sorted(self.beyond)]
-
-    def _close_up(self) -> None:
-        while self.low in self.beyond:
-            self.beyond.discard(self.low)
-            self.low += 1

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.streams.stream import Mark, Stream, Within
+from asyncloader.streams.stream import Mark, Stream
 
 T_co = TypeVar("T_co", covariant=True)
 
 
-class _Applied(Within[T_co]):
+class _Applied(Stream[T_co]):
     """A function of each sample. A sample for which it raises counts as given, and the stream goes on behind it."""
 
     def __init__(self, stream: Stream[Any], fn: Callable[[Any], Any]) -> None:
@@ -22,11 +22,11 @@ class _Applied(Within[T_co]):
 
     def _apply(self) -> tuple[Any, Any, Mark]:
         """Take a sample, and return it, what the function makes of it, and its mark."""
-        sample, mark = self.stream.take()
+        sample, mark = self.streams[0].take()
         try:
             return sample, self.fn(sample), mark
         except Exception as error:
-            self.stream.fail(error, mark)
+            self.fail(error, mark)
 
 
 class Map(_Applied[T_co]):
@@ -69,4 +69,4 @@ class Filter(_Applied[T_co]):
             sample, is_wanted, mark = self._apply()
             if is_wanted:
                 return sample, mark
-            self.stream.give(mark)
+            self.give(mark)

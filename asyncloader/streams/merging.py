@@ -10,7 +10,7 @@ from typing import Any
 from asyncloader.errors import ConfigurationError
 from asyncloader.messages.snapshot import WorkerStart, as_plain
 from asyncloader.run.state import LoaderState
-from asyncloader.streams.stream import VERSION, apart
+from asyncloader.streams.stream import NOTHING, VERSION, State
 
 
 def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -20,12 +20,12 @@ def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     are given once. What else is in the state of a loader, such as its random generators, is that of the first rank.
 
     Args:
-        states: One state of each rank, of the same moment, in the middle of an epoch: each has given a batch, and none
-            was told of the end.
+        states: One state of each rank, in the order of ranks, of the same moment. A rank that has ended the epoch has
+            given all of its shards; one that has not begun it has given nothing.
 
     Raises:
-        ConfigurationError: if these are no states of streams, or some are of the time between two epochs and others are
-            not.
+        ConfigurationError: if these are no states of streams; or if some ranks have ended an epoch that no other one
+            has begun.
         StateMismatchError: while it is loaded, if the state of a rank is missing, or they are of several epochs.
 
     Example:
@@ -42,22 +42,38 @@ def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     if not states:
         raise ConfigurationError("states of all ranks should be given, and there are none")
-    if all("place" in state or "all" in state for state in states):
-        return {"version": VERSION, "all": copy.deepcopy(apart(states))}
+    if all("parts" in state or "all" in state for state in states):
+        return {"version": VERSION, "all": copy.deepcopy([[state] for state in states])}
     loaders = [LoaderState.from_dict(state) for state in states]
-    if len({loader.is_between_runs for loader in loaders}) > 1:
-        raise ConfigurationError("some states are of the time between two epochs, and others are of the middle of one")
-    if loaders[0].is_between_runs:
+    running = next((loader for loader in loaders if not loader.is_between_runs), None)
+    ranks = [*map(_states_within, loaders)]
+    if running is None:
+        if len({loader.finished for loader in loaders}) > 1:
+            raise ConfigurationError(
+                "some ranks have ended their epoch, and the others have not begun theirs: merge states of a moment in "
+                "which a rank is in the middle of it"
+            )
         return loaders[0].as_dict()
-    starts = [start for loader in loaders for start in (loader.starts or {}).values()]
+    snapshot = {"dataset": {"version": VERSION, "all": ranks}, "iterator": None, "ended": False}
+    return replace(running, workers=as_plain({0: WorkerStart(0, snapshot)}), next_worker=0).as_dict()
+
+
+def _states_within(loader: LoaderState) -> list[State]:
+    """Return the states of the stream in all workers of a rank."""
+    epoch = loader.dataset_epochs[0] if loader.dataset_epochs else None
+    untold: State = {"version": VERSION, "epoch": epoch, "ended": loader.finished, **NOTHING}
+    if loader.is_between_runs:
+        return [untold]
+    starts = (loader.starts or {}).values()
     if any(start.batches or start.ahead for start in starts):
         raise ConfigurationError(
             "a worker has made batches since it gave the state of its stream: nobody knows which samples were in them. "
             "Give the loader snapshot_every_n_steps=1"
         )
     taken = [start.snapshot["dataset"] for start in starts if start.snapshot is not None]
-    if not all(isinstance(each, dict) and ("place" in each or "all" in each) for each in taken) or not taken:
+    if (
+        not all(isinstance(each, dict) and ("parts" in each or "all" in each) for each in taken)
+        or loader.starts is None
+    ):
         raise ConfigurationError("these states are of loaders whose datasets are no streams of asyncloader.streams")
-    snapshot = {"dataset": {"version": VERSION, "all": apart(taken)}, "iterator": None, "ended": False}
-    workers = as_plain({0: WorkerStart(0, snapshot)})
-    return replace(loaders[0], workers=workers, next_worker=0).as_dict()
+    return taken or [untold]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping, Sequence
 from operator import gt, index
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.ordered import count_of
 from asyncloader.samplers.pack_collate import Block
-from asyncloader.streams.stream import Mark, Reading, State, Stream
+from asyncloader.streams.stream import Mark, Reading, Stream, source_of
 from asyncloader.streams.window import Waiting, Windowed
 
 TooLong = Literal["raise", "drop", "cut"]
@@ -76,15 +77,19 @@ class Pack(Windowed[Block]):
         self.lengths, self.too_long, self.split = lengths, too_long, split
         self.cut = _slice if cut is None else cut
         self._capacity = [*self.budgets.values()]
-        self._begun: dict[tuple[int, ...], int] = {}  # how much was given of samples that were given in part
 
     # -------------------------------------------------------------------------------------------------------- reading
 
-    def begin(self, reading: Reading, state: State | None) -> None:
+    def begin(self, reading: Reading, state: Any) -> None:
         """Begin to read."""
         super().begin(reading, state)
-        self._begun = {} if state is None else {tuple(place): start for *place, start in state["begun"]}
-        self._costs = [np.empty(0, np.int64)] * len(self.budgets)  # of the samples that have been looked at, by budget
+        # How much was given of samples that were given in part.
+        self._cut_at: dict[Any, int] = (
+            {} if state is None else {(tuple(path), *place): start for path, *place, start in state}
+        )
+        self._by_cost: list[tuple[int, int]] = []  # costs in the window, and their numbers below 0
+        self._costs = [np.empty(0, np.int64)] * len(self.budgets)  # those in the window that were looked at, by budget
+        self._is_sorted = len(self.budgets) == 1 and not self.split
 
     def cost_of(self, sample: Any) -> list[int]:
         """Return what a sample takes of each budget."""
@@ -100,81 +105,91 @@ class Pack(Windowed[Block]):
             )
         return costs
 
-    def add(self, sample: Any, mark: Mark) -> None:
-        """Put a sample into the window; the rest of one that was given in part, in front."""
-        try:
-            super().add(sample, mark)
-        except _TooLongError:
-            if self.too_long == "drop":
-                return
-            raise
-        if self._begun and (start := self._begun.get(self._place(mark))):
-            self._window.insert(0, self._window.pop()._replace(start=start))
+    def refuse(self, error: Exception, mark: Mark) -> None:
+        """Raise the error of a sample, unless it is to be dropped."""
+        if self.too_long == "drop" and isinstance(error, _TooLongError):
+            self.streams[0].give(mark)
+        else:
+            super().refuse(error, mark)
+
+    def add(self, waiting: Waiting) -> None:
+        """Put a sample into the window, or the rest of one that was given in part."""
+        if self._cut_at:
+            waiting = waiting._replace(start=self._cut_at.get(source_of(waiting.mark), 0))
+        self._put(self._count, waiting)
+        self._count += 1
+
+    def _put(self, number: int, waiting: Waiting) -> None:
+        self._window[number] = waiting
+        if self._is_sorted:
+            insort(self._by_cost, (waiting.cost[0] - waiting.start, -number))
 
     def take(self) -> tuple[Block, Mark]:
-        """Return a block, and for each of its samples the mark, and where it was cut."""
+        """Return a block, and for each of its samples where it was cut, and the mark."""
         self.fill()
-        places = self._in_order() if self.split else self._fitting()
-        if not self._cuts:
-            chosen = self.pop(places)
-            return Block(each.sample for each in chosen), [(each.mark, None) for each in chosen]
-        block, marks, room = Block(), [], self._capacity[0]
-        rest: list[Waiting] = []
-        for place in places:
-            each = self._window[place]
-            stop = min(each.cost[0], each.start + room)
-            block.append(self._part(place, each.start, stop))
-            room -= stop - each.start
-            if stop == each.cost[0]:
-                marks.append((each.mark, None))
+        chosen = self._longest() if self._is_sorted else self._in_order() if self.split else self._fitting()
+        block, marks, room, window = Block(), [], self._capacity[0], self._window
+        for number in chosen:
+            sample, mark, costs, start = window[number]
+            stop = min(costs[0], start + room)
+            room -= stop - start
+            block.append(sample if stop - start == costs[0] else self._part(number, start, stop))
+            marks.append((None if stop == costs[0] else stop, mark))
+        for number, (cut_at, _) in zip(chosen, marks, strict=True):
+            if cut_at is None:
+                del window[number]
             else:
-                marks.append((each.mark, stop))
-                rest = [each._replace(start=stop)]
-        self.pop(places)
-        self._window[:0] = rest
+                self._put(number, window[number]._replace(start=cut_at))
         return block, marks
 
-    def _part(self, place: int, start: int, stop: int) -> Any:
+    def _part(self, number: int, start: int, stop: int) -> Any:
         """Return a part of a sample in the window. If it cannot be cut, the sample counts as given."""
-        sample, mark, costs, _ = self._window[place]
-        if (start, stop) == (0, costs[0]):
-            return sample
         try:
-            return self.cut(sample, start, stop)
+            return self.cut(self._window[number].sample, start, stop)
         except Exception as error:
-            del self._window[place]
-            self._begun.pop(self._place(mark), None)
-            self.stream.fail(error, mark)
+            bad = self._window.pop(number)
+            self._by_cost = sorted((each.cost[0] - each.start, -number) for number, each in self._window.items())
+            self.fail(error, [(None, bad.mark)])
 
-    def _in_order(self) -> range:
-        """Return the places of the samples that fill a block, of which the last one may be cut."""
-        room, count = self._capacity[0], 0
-        while room > 0 and count < len(self._window):
-            room -= self._window[count].cost[0] - self._window[count].start
-            count += 1
-        return range(count)
+    def _in_order(self) -> list[int]:
+        """Return the first samples of the window that fill a block, of which the last one may be cut."""
+        room, chosen = self._capacity[0], []
+        for number, each in self._window.items():
+            if room <= 0:
+                break
+            room -= each.cost[0] - each.start
+            chosen.append(number)
+        return chosen
+
+    def _longest(self) -> list[int]:
+        """Return the first sample of the window, and again and again the longest one that fits; under one budget."""
+        by_cost, room, chosen = self._by_cost, self._capacity[0], []
+        number, first = next(iter(self._window.items()))
+        place = bisect_left(by_cost, (first.cost[0] - first.start, -number))
+        while place >= 0:
+            cost, number = by_cost.pop(place)
+            chosen.append(-number)
+            room -= cost
+            place = bisect_left(by_cost, (room, 1)) - 1
+        return sorted(chosen)
 
     def _fitting(self) -> list[int]:
-        """Return the places of samples that fill a block: of the first one, and of those that fit best."""
-        window, room = self._window, [*self._capacity]
-        new = window[len(self._costs[0]) :]
-        self._costs = [np.append(own, [each.cost[b] for each in new]) for b, own in enumerate(self._costs)]
-        costs = [own.copy() for own in self._costs]
-        if self._cuts:
-            costs = [np.minimum([each.cost[0] - each.start for each in window], room[0])]
-        places, chosen, best = np.arange(len(window)), [], 0
+        """Return the first sample of the window, and again and again the one that fits best; under several budgets."""
+        numbers = [*self._window]
+        new = [self._window[number].cost for number in numbers[len(self._costs[0]) :]]
+        costs = self._costs = [np.append(own, [each[b] for each in new]) for b, own in enumerate(self._costs)]
+        room, places, chosen, best = [*self._capacity], np.arange(len(numbers)), [], 0
         while True:
             chosen.append(int(places[best]))
-            for b, own in enumerate(costs):
-                room[b] -= int(own[best])
-                own[best] = self._capacity[b] + 1  # it does not fit again
+            room = [left - int(own[best]) for left, own in zip(room, costs, strict=True)]
             fits = costs[0] <= room[0]
             for own, left in zip(costs[1:], room[1:], strict=True):
                 fits &= own <= left
+            fits[best] = False
             places, costs = places[fits], [own[fits] for own in costs]  # nothing that is too large now fits later
             if not len(places):
                 self._costs = [np.delete(own, chosen) for own in self._costs]
-                return sorted(chosen)
+                return sorted(numbers[place] for place in chosen)
             scores = [own * (left / most**2) for own, left, most in zip(costs, room, self._capacity, strict=True)]
             best = int(sum(scores[1:], scores[0]).argmax())
 
@@ -182,36 +197,25 @@ class Pack(Windowed[Block]):
 
     def give(self, mark: Mark) -> None:
         """Note that a block was given."""
-        for each, stop in mark:
-            if stop is None:
-                self._note_given(each)
-            else:
-                self._begun[self._place(each)] = stop
+        for cut_at, each in mark:
+            if cut_at is not None:
+                self._cut_at[source_of(each)] = cut_at
+                continue
+            if self._cut_at:
+                self._cut_at.pop(source_of(each), None)
+            self.streams[0].give(each)
 
-    def _note_given(self, mark: Mark) -> None:
-        if self._begun:
-            self._begun.pop(self._place(mark), None)
-        self.stream.give(mark)
-
-    def _place(self, mark: Mark) -> tuple[int, ...]:
-        (place,) = self.stream.sources(mark)
-        return place
-
-    def state(self) -> State:
+    def state(self) -> list[Any]:
         """Return how much was given of samples that were given in part."""
-        return {**super().state(), "begun": [[*place, start] for place, start in self._begun.items()]}
+        return [[[*path], *place, start] for (path, *place), start in self._cut_at.items()]
 
-    def merged(self, states: Sequence[State]) -> State:
+    def merged(self, states: Sequence[Any]) -> list[Any]:
         """Return what any of several readers has given."""
-        begun: dict[tuple[int, ...], int] = {}
-        for state in states:
-            for *place, start in state["begun"]:
-                begun[tuple(place)] = max(start, begun.get(tuple(place), 0))
-        return {**super().merged(states), "begun": [[*place, start] for place, start in begun.items()]}
-
-    def sources(self, mark: Mark) -> Iterator[tuple[Any, ...]]:
-        """Yield what tells samples apart."""
-        return super().sources([each for each, _ in mark])
+        begun: dict[Any, int] = {}
+        for path, *place, start in (each for state in states for each in state):
+            key = (tuple(path), *place)
+            begun[key] = max(start, begun.get(key, 0))
+        return [[[*path], *place, start] for (path, *place), start in begun.items()]
 
 
 class _TooLongError(ValueError):

@@ -80,7 +80,8 @@ def _open(path: str) -> Any:
         return gzip.open(path)
     if not path.endswith(".zst"):
         return open(path, "rb")
-    for name in ("compression.zstd", "zstandard"):  # the first one came with Python 3.14
-        with suppress(ImportError):
-            return io.BufferedReader(importlib.import_module(name).open(path, "rb"))
-    raise ConfigurationError(f"to read {path}, install zstandard, or use Python 3.14")
+    with suppress(ImportError):
+        return importlib.import_module("compression.zstd").open(path)  # came with Python 3.14
+    with suppress(ImportError):  # zstandard takes a file that is cut short for a whole one
+        return io.BufferedReader(importlib.import_module("pyarrow").input_stream(path, compression="zstd"))
+    raise ConfigurationError(f"to read {path}, install pyarrow, or use Python 3.14")

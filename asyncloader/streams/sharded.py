@@ -5,11 +5,14 @@
                                      0  0  1  1  0  0        worker
 
 What is given of a shard is known to all who have read it. A state of all workers and ranks is what any of them has
-given; whatever is left of it can be dealt anew, to other numbers. So a state has three records:
+given; whatever is left of it can be dealt anew, to other numbers. So a state says, with a bit for each shard, which of
+them nothing was left of
 
-    begun   what was given when shards were dealt to ranks: the same on all of them
-    dealt   and what of this rank's, when these were dealt to its workers
-    given   and since then
+    begun   when shards were dealt to ranks: the same on all of them
+    dealt   when those of this rank were dealt to its workers
+    done    now
+
+and which samples were given of the few that are underway.
 """
 
 from __future__ import annotations
@@ -17,51 +20,25 @@ from __future__ import annotations
 import os
 import random
 import reprlib
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.samplers.ordered import place_in_group
 from asyncloader.streams.given import Given
-from asyncloader.streams.stream import Mark, Reading, State, Stream, check_kinds, noted
+from asyncloader.streams.stream import Mark, Reading, State, Stream, noted
 
 T_co = TypeVar("T_co", covariant=True)
 
-_UNKNOWN = -1
 _END: Any = object()
 _short = reprlib.Repr()
 _short.maxother = _short.maxstring = 300
-
-
-class Shard:
-    """What was given of one shard.
-
-    Attributes:
-        given: The numbers of samples.
-        length: How many samples the shard has, if its end was seen.
-    """
-
-    __slots__ = ("given", "length")
-
-    def __init__(self, length: int = _UNKNOWN, low: int = 0, *beyond: int) -> None:
-        self.given = Given(low, beyond)
-        self.length = length
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is left of it."""
-        return self.given.low == self.length
-
-    def update(self, other: Shard) -> None:
-        """Note what another reader has given."""
-        self.given.update(other.given)
-        self.length = max(self.length, other.length)
-
-    def state(self) -> list[int]:
-        """Return plain values."""
-        return [self.length, *self.given.state()]
+_ANEW: State = {"begun": "", "dealt": "", "done": "", "given": []}
+"""Of a state: nothing was given."""
 
 
 class ShardedStream(Stream[T_co]):
@@ -90,13 +67,11 @@ class ShardedStream(Stream[T_co]):
     Example:
         >>> stream = ShardedStream(["ab", "cd"], lambda shard, start: shard[start:], shuffle=False)
         >>> samples = iter(stream)
-        >>> next(samples), stream.state_dict()["parts"]["given"]
-        ('a', [[0, -1, 1]])
+        >>> next(samples), stream.state_dict()["parts"]["own"]["given"]
+        ('a', [[0, 1]])
         >>> [*samples]
         ['b', 'c', 'd']
     """
-
-    _of_reading = (*Stream._of_reading, "_reader", "_samples")
 
     def __init__(
         self,
@@ -116,146 +91,128 @@ class ShardedStream(Stream[T_co]):
         self.shards, self.read = shards, read
         self.num_replicas, self.rank = place_in_group(num_replicas, rank)
         self.shuffle, self.seed = shuffle, seed
-        self._shards = [len(shards), _checksum(shards)]
-        self._left: list[int] = []  # numbers of shards, in the order of this reading, backwards
-        self._begun: dict[int, Shard] = {}
-        self._dealt: dict[int, Shard] = {}
-        self._given: dict[int, Shard] = {}  # of the shards that it has come to
-        self._reader: Iterator[Any] | None = None
-        self._samples: Any = None  # refers to the iterator that reads
-        self._number = self._index = 0  # of the shard that is read, and of the next sample in it
+        self._names = [len(shards), _checksum(shards)]
 
     # -------------------------------------------------------------------------------------------------------- reading
 
     def begin(self, reading: Reading, state: State | None) -> None:
         """Deal the shards that are left, and begin to read."""
-        self._check(state)
-        if (before := self._samples and self._samples()) is reading.samples:
-            raise ConfigurationError("the same ShardedStream is in this chain twice, and has one place")
-        if before is not None:
-            before.is_left = True
-        self._samples = weakref.ref(reading.samples)
-        self._begun, self._dealt, self._given = (_shards(state, key) for key in ("begun", "dealt", "given"))
-        numbers = [number for number in range(len(self.shards)) if not _is_done(number, self._begun)]
+        if state is not None:
+            self._check_names(state)
+        state = state or _ANEW
+        self._given = {number: Given(*own) for number, *own in state["given"]}  # of the shards that are underway
+        begun, dealt, self._done = (self._marked(state[key]) for key in ("begun", "dealt", "done"))
+        if reading.is_of_workers:
+            dealt = self._done
+        if reading.is_of_ranks:
+            begun = self._done
+        self._before = {"begun": _text(begun), "dealt": _text(dealt)}
+        numbers = np.flatnonzero(~begun).tolist()
         if self.shuffle:
             random.Random(f"{self.seed} {reading.epoch}").shuffle(numbers)
-        of_rank = [number for number in numbers[self.rank :: self.num_replicas] if not _is_done(number, self._dealt)]
+        of_rank = [number for number in numbers[reading.rank :: reading.num_replicas] if not dealt[number]]
         mine = of_rank[reading.worker :: reading.num_workers]
-        self._left = [number for number in reversed(mine) if not _is_done(number, self._given)]
-        self._reader = None
-
-    def _check(self, state: State | None) -> None:
-        if state is None:
-            return
-        check_kinds(self, [state])
-        if state["shards"] != self._shards:
-            raise StateMismatchError("[number of shards, checksum]", state["shards"], self._shards)
-        if state["ranks"] not in (None, [self.rank, self.num_replicas]):
-            advice = "asyncloader.streams.merge makes one state of those of all ranks, for any number of them."
-            raise StateMismatchError("[rank, num_replicas]", state["ranks"], [self.rank, self.num_replicas], advice)
+        self._left = [number for number in reversed(mine) if not self._done[number]]
+        self._path = reading.path
+        self._reader: Iterator[Any] | None = None
+        self._index, self._skipped = 0, frozenset[int]()  # of the next sample; of samples that were given before
 
     def take(self) -> tuple[T_co, Mark]:
         """Return the next sample that was not given."""
         while True:
-            if self._reader is None:
-                self._open()
-            shard, index = self._given[self._number], self._index
+            reader = self._open() if self._reader is None else self._reader
+            index = self._index
             try:
-                assert self._reader is not None
-                sample = next(self._reader, _END)
+                sample = next(reader, _END)
             except Exception as error:
                 self._reader = None
                 raise self._noted(error, f"at sample {index}, and the rest is left out, of") from error.__cause__
             if sample is _END:
-                shard.length, self._reader = index, None
+                self._reader, self._given[self._number].end = None, index
+                self._look_whether_done(self._number)
                 continue
-            self._index += 1
-            if index in shard.given:
+            self._index = index + 1
+            if index in self._skipped:
                 continue
+            mark = self._path, self._number, index
             if isinstance(sample, Exception):
-                shard.given.add(index)
+                self.give(mark)
                 raise self._noted(sample, f"in place of sample {index} of")
-            return sample, (self._number, index)
+            return sample, mark
 
-    def _open(self) -> None:
+    def _open(self) -> Iterator[Any]:
         if not self._left:
             raise StopIteration
         self._number = number = self._left.pop()
-        if number not in self._given:
-            self._given[number] = shard = Shard()
-            for before in (self._begun, self._dealt):
-                shard.update(before.get(number, shard))
-        self._index = self._given[number].given.low
+        given = self._given.setdefault(number, Given())
+        self._index, self._skipped = given.low, frozenset(given.beyond)
         try:
-            self._reader = iter(self.read(self.shards[self._number], self._index))
+            self._reader = reader = iter(self.read(self.shards[number], given.low))
+            return reader
         except Exception as error:
-            raise self._noted(error, f"at sample {self._index}, and the rest is left out, of") from error.__cause__
+            raise self._noted(error, f"at sample {given.low}, and the rest is left out, of") from error.__cause__
 
     def _noted(self, error: Exception, place: str) -> Exception:
         return noted(error, f"{place} shard {self._number}, {_short.repr(self.shards[self._number])}")
 
     def give(self, mark: Mark) -> None:
         """Note that a sample was given."""
-        number, index = mark
-        self._given[number].given.add(index)
+        _, number, index = mark
+        given = self._given[number]
+        given.add(index)
+        if given.end >= 0:
+            self._look_whether_done(number)
+
+    def _look_whether_done(self, number: int) -> None:
+        if self._given[number].low >= self._given[number].end:
+            self._done[number] = True
+            del self._given[number]
+
+    def finish(self) -> None:
+        """Note that all shards of this reading were given."""
+        self._done[self._left] = True
 
     # --------------------------------------------------------------------------------------------------------- states
 
     def state(self) -> State:
-        """Return what was given of each shard, and what was before this reading."""
-        return {
-            "kind": type(self).__name__,
-            "shards": self._shards,
-            "ranks": [self.rank, self.num_replicas],
-            "begun": _plain(self._begun),
-            "dealt": _plain(self._dealt),
-            "given": _plain(self._given),
-        }
+        """Return which shards are done, what was given of those that are underway, and what was before this reading."""
+        given = [[number, *given.state()] for number, given in self._given.items()]
+        return {"shards": self._names, **self._before, "done": _text(self._done), "given": given}
 
     def merged(self, states: Sequence[State]) -> State:
-        """Return what was given by any of several readers. Of all ranks, or of all workers of one."""
-        check_kinds(self, states)
-        known = [state for state in states if state["ranks"] is not None]  # others have given nothing since a merge
-        ranks = [state["ranks"] for state in known]
-        others = {"kind": type(self).__name__, "shards": states[0]["shards"], "given": []}
-        if ranks and ranks[0][1] > 1 and all(each == ranks[0] for each in ranks):
-            dealt = _plain(_union(known, ("dealt", "given")))
-            return {**others, "ranks": ranks[0], "begun": known[0]["begun"], "dealt": dealt}
-        found = {*map(tuple, ranks)}
-        if found != {(rank, len(found)) for rank in range(len(found))}:
-            advice = "States of all ranks are needed, each of which has given a batch, or those of one rank's workers."
-            raise StateMismatchError("[rank, num_replicas]", ranks, [self.rank, self.num_replicas], advice)
-        return {**others, "ranks": None, "begun": _plain(_union(states, ("begun", "dealt", "given"))), "dealt": []}
+        """Return what was given by any of several readers."""
+        given: dict[int, Given] = {}
+        done = self._marked("")
+        for state in states:
+            self._check_names(state)
+            done |= self._marked(state["done"])
+            for number, *own in state["given"]:
+                given.setdefault(number, Given()).update(*own)
+        left = [[number, *own.state()] for number, own in given.items() if not done[number]]
+        return {**states[0], "done": _text(done), "given": left}
 
-    def sources(self, mark: Mark) -> Iterator[tuple[Any, ...]]:
-        """Yield the shard of a sample, and its number in there."""
-        yield mark
+    def _check_names(self, state: State) -> None:
+        if state["shards"] != self._names:
+            raise StateMismatchError("[number of shards, checksum]", state["shards"], self._names)
 
-
-def _shards(state: State | None, key: str) -> dict[int, Shard]:
-    return {} if state is None else {number: Shard(*entry) for number, *entry in state[key]}
+    def _marked(self, text: str) -> NDArray[np.bool_]:
+        """Return for each shard whether its bit is set."""
+        bits = bytes.fromhex(text).ljust(len(self.shards) // 8 + 1, b"\0")
+        return np.unpackbits(np.frombuffer(bits, np.uint8), count=len(self.shards)).astype(np.bool_)
 
 
-def _plain(shards: dict[int, Shard]) -> list[list[int]]:
-    return [[number, *shard.state()] for number, shard in shards.items()]
-
-
-def _union(states: Sequence[State], keys: Sequence[str]) -> dict[int, Shard]:
-    """Return what was given by any of several readers."""
-    found: dict[int, Shard] = {}
-    for state in states:
-        for key in keys:
-            for number, shard in _shards(state, key).items():
-                found.setdefault(number, Shard()).update(shard)
-    return found
-
-
-def _is_done(number: int, shards: dict[int, Shard]) -> bool:
-    return number in shards and shards[number].is_done
+def _text(marked: NDArray[np.bool_]) -> str:
+    """Return a bit for each shard, in hexadecimal digits, without zeros at the end."""
+    return np.packbits(marked).tobytes().rstrip(b"\0").hex()
 
 
 def _checksum(shards: Sequence[Any]) -> int | None:
-    """Return a number that other shards, or another order of them, do not have; None if they have no names."""
+    """Return a number that other shards, or another order of them, do not have; None if they have no names.
+
+    Names count from the folder on that is common to all: data may be moved.
+    """
     if not all(isinstance(shard, (str, int, os.PathLike)) for shard in shards):
         return None
-    return zlib.crc32("\n".join(map(str, shards)).encode())
+    names = [*map(str, shards)]
+    first = os.path.commonprefix(names).rfind("/") + 1  # noqa: RUF071  # of URLs, too, and of paths that are relative
+    return zlib.crc32("\n".join(name[first:] for name in names).encode("utf-8", "surrogateescape"))

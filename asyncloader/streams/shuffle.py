@@ -11,15 +11,14 @@ order: that is why a run that goes on needs nothing but their numbers.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.ordered import count_of
 from asyncloader.streams.given import Given
-from asyncloader.streams.stream import Mark, Reading, State, Stream, Within, check_kinds
+from asyncloader.streams.stream import Mark, Reading, State, Stream
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -27,7 +26,7 @@ _BLOCK = 4096
 """So many random numbers are drawn at once."""
 
 
-class Shuffle(Within[T_co]):
+class Shuffle(Stream[T_co]):
     """Stream samples in random order, each up to `size` places from its own.
 
     What waits to be given is in no state: it is read again. Put it around what reads and mixes samples, and within what
@@ -48,32 +47,27 @@ class Shuffle(Within[T_co]):
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
-    _of_reading = (*Stream._of_reading, "_waiting")
-
     def __init__(self, stream: Stream[T_co], size: int, seed: int = 0) -> None:
         super().__init__(stream)
-        check_order(self, stream)
+        self.must_keep_order()
         self.size, self.seed = count_of("size", size), count_of("seed", seed, least=0)
-        self._waiting: list[tuple[float, int, T_co, Mark]] = []  # a heap
-        self._given = Given()
-        self._next = self._round = 0
 
     def begin(self, reading: Reading, state: State | None) -> None:
         """Begin to read."""
-        super().begin(reading, state)
-        self._given = Given(*() if state is None else (state["given"][0], state["given"][1:]))
-        self._round = 0 if state is None else state["round"]
+        state = state or {"given": [0], "round": 0}
+        self._given, self._round = Given(*state["given"]), state["round"]
         self._next = self._given.first_left(0)
         self._key = [self.seed, reading.epoch, reading.worker, self._round]
         self._block, self._drawn = -1, [0.0]
-        self._waiting, self._is_over = [], False
+        self._waiting: list[tuple[float, int, T_co, Mark]] = []  # a heap
+        self._is_over = False
 
     def take(self) -> tuple[T_co, Mark]:
         """Return the sample with the least key."""
         waiting = self._waiting
         while not self._is_over and not (waiting and waiting[0][0] < self._next):
             try:
-                sample, mark = self.stream.take()
+                sample, mark = self.streams[0].take()
             except StopIteration:
                 self._is_over = True
                 break
@@ -96,30 +90,12 @@ class Shuffle(Within[T_co]):
         """Note that a sample was given."""
         number, within = mark
         self._given.add(number)
-        self.stream.give(within)
+        self.streams[0].give(within)
 
     def state(self) -> State:
         """Return which numbers were given."""
-        return {**super().state(), "given": self._given.state(), "round": self._round}
+        return {"given": self._given.state(), "round": self._round}
 
     def merged(self, states: Sequence[State]) -> State:
         """Return a state for another order of what is left."""
-        check_kinds(self, states)
-        return {**super().merged(states), "given": [0], "round": 1 + max(state["round"] for state in states)}
-
-    def sources(self, mark: Mark) -> Iterator[tuple[Any, ...]]:
-        """Yield what tells samples apart."""
-        return self.stream.sources(mark[1])
-
-
-def check_order(part: Stream[Any], stream: Stream[Any]) -> None:
-    """Raise an error if a part gives samples in another order, and one within has put them together.
-
-    Raises:
-        ConfigurationError: if so.
-    """
-    if not stream.keeps_order:
-        raise ConfigurationError(
-            f"{type(part).__name__} gives samples in an order of its own, and is around a part that puts samples "
-            "together (Pack, Bucket), whose blocks a state knows only in their order: have it within that part"
-        )
+        return {"given": [0], "round": 1 + max(state["round"] for state in states)}

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import ChainDataset
 
 from asyncloader.messages.snapshot import Keeper
-from asyncloader.protocols import is_async
+from asyncloader.protocols import is_async, reads_async
 from asyncloader.seeding import sample_context
 from asyncloader.worker.fetch import discard, is_over, settle
 from asyncloader.worker.job import Job
@@ -283,7 +283,7 @@ def open_stream(dataset: Any) -> Any:
     """Begin to iterate over a dataset: an async iterator, or a plain one."""
     if isinstance(dataset, ChainDataset) and is_async(dataset):
         return _chain(dataset.datasets)
-    return aiter(dataset) if hasattr(type(dataset), "__aiter__") else iter(dataset)
+    return aiter(dataset) if reads_async(dataset) else iter(dataset)
 
 
 async def _chain(datasets: Iterable[Any]) -> AsyncIterator[Any]:

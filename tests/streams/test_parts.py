@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
+from asyncloader.datasets import ParallelMap
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers import pack_collate
 from asyncloader.streams import Bucket, Filter, Map, Mix, Pack, ShardedStream, Shuffle, Stream
@@ -60,15 +61,48 @@ def test_bad_samples_and_shards_are_named_and_passed() -> None:
         "in place of sample 1 of shard 2, 'short'.",
         "at sample 2, and the rest is left out, of shard 2, 'short'.",
     ]
-    assert stream.state_dict()["parts"]["stream"]["given"] == [[0, 4, 4], [1, -1, 0], [2, -1, 2]]
+    own = stream.state_dict()["parts"]["within"][0]["own"]
+    assert (own["done"], own["given"]) == ("80", [[1, 0], [2, 2]])  # the first of three bits is set
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_loaders_leave_bad_samples_out(num_workers: int) -> None:
-    """By `on_error`, as of any dataset."""
-    stream = stream_of([0, 1, ValueError("two"), 3, 4])
-    loader = DataLoader(stream, 2, num_workers=num_workers, worker_backend="thread", on_error="skip")
-    assert sorted(sample for batch in loader for sample in batch.tolist()) == [0, 1, 3, 4]
+def test_loaders_leave_bad_samples_and_shards_out(num_workers: int) -> None:
+    """By `on_error`, as of any dataset: a sample, the rest of a shard, what a function raises. Otherwise they raise."""
+
+    def read(shard: int, start: int) -> Iterator[Any]:
+        for number in range(start, 4):
+            if (shard, number) == (1, 2):
+                raise EOFError("cut short")
+            yield ValueError("bad line") if (shard, number) == (0, 1) else 10 * shard + number
+
+    stream = Map(ShardedStream([0, 1, 2], read, shuffle=False), lambda sample: sample // (sample != 21) * 1)
+    options: Any = {"num_workers": num_workers, "worker_backend": "thread"}
+    loader = DataLoader(stream, 2, on_error="skip", **options)
+    assert sorted(sample for batch in loader for sample in batch.tolist()) == [0, 2, 3, 10, 11, 20, 22, 23]
+    assert loader.stats().faults.bad_count == 3
+    with pytest.raises(ValueError, match="bad line") as caught:
+        [*DataLoader(stream, 2, **options)]
+    assert "in place of sample 1 of shard 0" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_any_worker_may_do_what_takes_time(num_workers: int) -> None:
+    """ParallelMap has the chain read once, and its function done by whichever worker is free; it resumes exactly."""
+
+    def loader() -> Any:
+        shards = [range(30 * number, 30 * number + 30) for number in range(3)]
+        shuffled = Shuffle(ShardedStream(shards, lambda shard, start: shard[start:]), 8)
+        pack = Pack(shuffled, {"tokens": 9}, lambda sample: 1 + sample % 4)
+        options: Any = {"num_workers": num_workers, "worker_backend": "thread"} if num_workers else {}
+        return DataLoader(ParallelMap(pack, sum), 2, **options)
+
+    whole = [batch.tolist() for batch in loader()]
+    begun = loader()
+    assert [batch.tolist() for batch in islice(begun, 5)] == whole[:5]
+    other = loader()
+    other.load_state_dict(begun.state_dict())
+    assert [batch.tolist() for batch in other] == whole[5:]
+    begun.close()
 
 
 @pytest.mark.parametrize("by", [None, len])
@@ -204,7 +238,7 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         (lambda: Shuffle(packed, 3), "have it within that part"),
         (lambda: Pack(Filter(packed, bool), {"tokens": 3}, len), "have it within that part"),
         (lambda: Map(stream, 3), "fn should be a function"),  # type: ignore[arg-type]
-        (lambda: Mix([stream, stream], [1, 1]), "should differ"),
+        (lambda: Mix([stream, stream_of("abc", num_replicas=2, rank=0)], [1, 1]), "one rank"),
         (lambda: Mix([], []), "streams should be"),
         (lambda: Mix([stream], [1, 1]), "1 numbers"),
         (lambda: Mix([stream], [(5, [1])]), "from sample 0"),
