@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch.utils.data
@@ -46,7 +44,7 @@ from asyncloader.run.fits import check
 from asyncloader.run.merged_workers import for_workers_of
 from asyncloader.run.plan import load_early
 from asyncloader.run.runs import Runs
-from asyncloader.run.torchdata_state import read_state
+from asyncloader.run.state import read_state
 
 if TYPE_CHECKING:
     from asyncloader.run.base_iterator import BaseIterator
@@ -239,7 +237,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _begin_with_kept_workers(self) -> WorkerIterator[T_co] | None:
         """Begin a run with persistent workers; None if there are none, or closed ones, or those of another process."""
-        is_held = _count_holders(self) > _OWN_HOLDERS
         iterator: Any = self._iterator
         if not isinstance(iterator, _import_iterators()[1]):  # a subclass may use torch's
             return None
@@ -249,8 +246,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return None
         if not (options := self._loader_options(iterator.asked)).has_workers:
             return None
-        if is_held:
-            self._runs.warn_of_restart()
         iterator.begin_next(self, options)
         return cast("WorkerIterator[T_co]", iterator)
 
@@ -355,7 +350,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         self._loader_options().check_num_workers(num_workers)
         self.num_workers, self.max_workers = num_workers, None
-        self._runs.number_is_set()
         if (iterator := self._begun()) is not None:
             iterator.set_num_workers(num_workers)
 
@@ -403,8 +397,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             load_early(options, loaded)
         self._runs.load(loaded, options)
         self._iterator = None
-        if loaded is not None and loaded.num_workers:
-            self._note_num_workers(min(loaded.num_workers, options.most_waiting))
 
     def close(self) -> None:
         """Close the newest iterator that is alive and wait until its workers are gone, 3 s at most.
@@ -425,15 +417,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_runs": copy.copy(self._runs)}
-
-
-def _count_holders(loader: Any) -> int:
-    """Return how often the kept iterator is referred to, by this call and the loader as well."""
-    return sys.getrefcount(loader._iterator)
-
-
-_OWN_HOLDERS = _count_holders(SimpleNamespace(_iterator=object()))
-"""What that is if nobody else refers to it: the loop over it was left."""
 
 
 def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:

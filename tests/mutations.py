@@ -423,7 +423,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a run that goes on from a state of torchdata begins with the worker that has just given a batch",
-        "run/torchdata_state.py",
+        "stateful/torchdata_state.py",
         '(snapshot["_last_yielded_worker_id"] + 1) % number',
         'snapshot["_last_yielded_worker_id"]',
         "stateful/test_torchdata_states.py",

@@ -104,79 +104,6 @@ def test_the_number_is_an_int_that_remembers() -> None:
     assert (loader.num_workers, inside.options(loader).is_auto) == (3, False)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("taken", [1, 30, 61], ids=["begun", "middle", "over"])
-def test_a_number_that_is_set_is_not_in_states(persistent: bool, taken: int) -> None:
-    """Nobody looks after it any longer: in this run, in its end, and in the next one."""
-    loader = DataLoader(Drawing(), 2, num_workers="auto", max_workers=2, persistent_workers=persistent)
-    iterator = iter(loader)
-    for _ in range(taken):
-        next(iterator, None)
-    assert loader.state_dict()["num_workers"] == iterator.state_dict()["num_workers"] == 2
-    loader.set_num_workers(3)
-    for _ in range(2):
-        assert loader.state_dict()["num_workers"] is iterator.state_dict()["num_workers"] is None
-        list(iterator)
-        assert loader.state_dict()["num_workers"] is None
-        iterator = iter(loader)
-    assert loader.num_workers == 3
-    loader.close()
-
-
-@pytest.mark.processes
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("said", ["found", "nothing"])
-def test_an_iterator_that_goes_back_has_as_many_as_were_found(
-    persistent: bool, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the state says, or as there are where that says nothing; and loader and states agree."""
-    whims = Whims([4])
-    monkeypatch.setattr("asyncloader.run.worker_iterator.Controller", lambda *args, **kwargs: whims)
-    monkeypatch.setattr("asyncloader.options.cores_of_rank", lambda: 8)
-    loader: Any = DataLoader(Drawing(), 2, num_workers="auto", persistent_workers=persistent)
-    iterator = iter(loader)
-    seen = [next(iterator)[0].tolist() for _ in range(20)]
-    state = iterator.state_dict()
-    assert loader.num_workers == state["num_workers"] == 4
-    iterator.load_state_dict({**state, "num_workers": 4 if said == "found" else None})
-    seen.append(next(iterator)[0].tolist())
-    numbers = loader.num_workers, len(inside.workers(iterator)), iterator.state_dict()["num_workers"]
-    assert numbers == (4, 4, 4)
-    assert isinstance(loader.num_workers, AutoWorkers)
-    seen += [batch[0].tolist() for batch in iterator]
-    assert seen == [[each, each + 1] for each in range(0, 120, 2)]
-    loader.close()
-
-
-@pytest.mark.processes
-def test_going_back_it_has_no_more_than_there_may_be() -> None:
-    """Whoever took the state had more."""
-    loader: Any = DataLoader(Drawing(), 2, num_workers="auto", max_workers=2)
-    iterator = iter(loader)
-    next(iterator)
-    iterator.load_state_dict({**iterator.state_dict(), "num_workers": 9})
-    next(iterator)
-    assert (loader.num_workers, len(inside.workers(iterator)), iterator.state_dict()["num_workers"]) == (2, 2, 2)
-    loader.close()
-
-
-@pytest.mark.processes
-def test_an_iterator_of_a_number_that_was_set_keeps_that() -> None:
-    """A state of before says another one."""
-    loader: Any = DataLoader(Drawing(), 2, num_workers="auto", max_workers=2)
-    iterator = iter(loader)
-    next(iterator)
-    state = iterator.state_dict()
-    loader.set_num_workers(1)
-    iterator.load_state_dict(state)
-    assert next(iterator)[0].tolist() == [2, 3]
-    assert (loader.num_workers, len(inside.workers(iterator)), iterator.state_dict()["num_workers"]) == (1, 1, None)
-    assert not isinstance(loader.num_workers, AutoWorkers)
-    loader.close()
-
-
 @pytest.mark.parametrize("word", ["Auto", "AUTO", "auto ", "atuo"])
 def test_other_words_than_auto_are_refused(word: Any) -> None:
     """They say what to write, whatever else is asked for, and also where they are set later. Of others torch does."""
@@ -206,27 +133,20 @@ def assert_refused_later(word: Any, meant: str, **options: Any) -> None:
             use(loader)
 
 
-def test_what_was_found_is_for_the_next_epoch_and_in_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this loader and of one that goes on; but no more than that may have."""
+def test_what_was_found_is_for_the_next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this loader. One that goes on from its state finds out by itself."""
     whims = Whims([3])
     monkeypatch.setattr("asyncloader.run.worker_iterator.Controller", lambda *args, **kwargs: whims)
     loader = DataLoader(Drawing(), 2, num_workers="auto")
-    assert loader.state_dict()["num_workers"] == 2
     iterator = iter(loader)
     for _ in range(20):
         next(iterator)
     assert loader.num_workers == 3
-    state = loader.state_dict()
-    assert state["num_workers"] == 3
     list(iterator)
-    assert loader.state_dict()["num_workers"] == 3
-    for most, expected in ((None, 3), (2, 2)):
-        resumed: Any = DataLoader(Drawing(), 2, num_workers="auto", max_workers=most)
-        resumed.load_state_dict(state)
-        assert resumed.num_workers == expected
-    fixed = DataLoader(Drawing(), 2, num_workers=1)
-    fixed.load_state_dict(state)
-    assert fixed.num_workers == 1
+    assert (loader.num_workers, inside.options(loader).num_workers) == (3, 3)
+    resumed = DataLoader(Drawing(), 2, num_workers="auto")
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.num_workers == 2
 
 
 def test_how_many_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

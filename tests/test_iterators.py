@@ -364,26 +364,6 @@ async def test_the_end_is_told_when_the_last_batch_is_taken(num_workers: int, tm
 
 
 @WORKERS
-async def test_a_state_is_loaded_while_a_task_waits(num_workers: int, tmp_path: Path) -> None:
-    """The task gets its batch, or the one that comes next from there, or a clear error; and the iterator goes on."""
-    gate = tmp_path / "gate"
-    loader = DataLoader(Gated(gate), batch_size=4, num_workers=num_workers)
-    iterator = aiter(loader)
-    state = iterator.state_dict()
-    await anext(iterator)
-    waiting = asyncio.ensure_future(anext(iterator))
-    first = None
-    await until(lambda: inside.is_waiting(iterator))
-    gate.touch()
-    await asyncio.to_thread(iterator.load_state_dict, state)
-    async with asyncio.timeout(SOON_S):
-        with contextlib.suppress(LoaderClosedError):
-            first = int((await waiting)[0])
-        rest = [int(batch[0]) async for batch in iterator]
-    assert (first, rest) in [(0, [4]), (4, [0, 4]), (None, [0, 4])]
-
-
-@WORKERS
 def test_several_loops_in_several_threads(num_workers: int) -> None:
     """On asyncio's loops and on uvloop's at the same time, with an iterator each: one is of one loop."""
     uvloop = pytest.importorskip("uvloop")
@@ -721,22 +701,3 @@ async def test_a_second_run_before_the_workers_of_the_first_are_started() -> Non
     gate.set()
     assert [batch.tolist() async for batch in second] == [[7, 6], [5, 4]]
     await second.aclose()
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_speaks_of_the_state_that_was_loaded_last(num_workers: int) -> None:
-    """Of that which its iterator was given after its own."""
-    loader: DataLoader[Any] = DataLoader(range(20), 2, num_workers=num_workers)  # type: ignore[arg-type]
-    iterator = iter(loader)
-    states = []
-    for _ in range(3):
-        next(iterator)
-        states.append(iterator.state_dict())  # type: ignore[attr-defined]
-    loader.load_state_dict(states[0])
-    iterator.load_state_dict(states[2])  # type: ignore[attr-defined]
-    assert loader.state_dict() == states[2]
-    assert next(iterator).tolist() == [6, 7]
-    resumed: DataLoader[Any] = DataLoader(range(20), 2, num_workers=num_workers)  # type: ignore[arg-type]
-    resumed.load_state_dict(loader.state_dict())
-    assert next(iter(resumed)).tolist() == [8, 9]
-    iterator.close()  # type: ignore[attr-defined]

@@ -280,23 +280,6 @@ def test_the_runs_after_one_that_was_resumed(kind: str, num_workers: int, persis
         each.close()
 
 
-@pytest.mark.parametrize("kind", ["shown", "hidden", "nested", "sampler"])
-def test_an_iterator_that_goes_back(kind: str) -> None:
-    """By its own load_state_dict, to the epoch before."""
-    loader = make(kind, 1, True)
-    loader.set_epoch(5)
-    first, state = part_of_run(loader, PART)
-    loader.set_epoch(7)
-    iterator = iter(loader)
-    assert int(next(iterator)[0]) == 700
-    iterator.load_state_dict(state)
-    more = [int(next(iterator)[0]) for _ in range(PART)]
-    state = iterator.state_dict()
-    assert told(state) == {5}
-    assert first + more + [int(batch[0]) for batch in iterator] == in_epoch(5)
-    loader.close()
-
-
 class HiddenPlace(HiddenOrder):
     """Has a state, of its epoch too, and goes on to the next one by itself."""
 

@@ -33,13 +33,10 @@ from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer
-from asyncloader.run.fits import check
-from asyncloader.run.merged_workers import for_workers_of
 from asyncloader.run.plan import order_generators
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import ALL, LoaderState
-from asyncloader.run.torchdata_state import read_state
 
 log = logging.getLogger("asyncloader")
 
@@ -103,7 +100,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     """
 
     is_closed = False
-    """It was closed before its end, or has been given up by a `load_state_dict` of its loader."""
+    """It was closed before its end, or by a `load_state_dict` of its loader."""
     _is_finalizing = staticmethod(sys.is_finalizing)
     """At the end of the interpreter all has been closed, and the names of modules are gone: a ``__del__`` of the user's
     may still call the iterator."""
@@ -238,22 +235,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         """Return the state as of the batches that were yielded: see :meth:`asyncloader.DataLoader.state_dict`."""
         return self._runs.state_of(self._checkpointer).as_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, with this iterator: what it was at is dropped, and its workers are started anew.
-
-        Raises:
-            StateMismatchError: if the state is of something else.
-            LoaderClosedError: if the loader is gone.
-        """
-        loader = self._loader()
-        if loader is None:
-            raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
-        loaded = for_workers_of(self._options, read_state(state, self._options))
-        check(loaded, self._options)
-        self._runs.note_load(loaded, self._options)
-        self._restart(loader, loaded)
-        self.leave_out(at_once=True)
-
     def leave_out(self, *, at_once: bool) -> None:
         """Read the batches that the state leaves out, and drop them; or all, and begin the next run.
 
@@ -296,9 +277,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
-        raise NotImplementedError
-
-    def _restart(self, loader: DataLoader[T_co], state: LoaderState) -> None:
         raise NotImplementedError
 
     # -------------------------------------------------------------------------------------------- taking, by one face

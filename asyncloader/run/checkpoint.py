@@ -46,7 +46,6 @@ class Checkpointer:
         sampler_epochs: The epochs that `set_epoch` had told samplers when the run began, from the outermost on.
         dataset_epochs: The epochs that it had told the dataset.
         has_past: The workers of this run had made runs before it.
-        num_workers: How many there are now, where their number looks after itself.
         warned: The warnings that the loader has logged about its states, once each.
         is_resumed: It has begun from a state of the middle of a run.
         left_out: How many batches are still to be read and dropped, or ALL: see `LoaderState.left_out`.
@@ -64,7 +63,6 @@ class Checkpointer:
     sampler_epochs: list[int | None]
     dataset_epochs: list[int | None]
     has_past: bool
-    num_workers: int | None
     warned: set[str]
     is_resumed: bool = False
     left_out: int = 0
@@ -170,7 +168,6 @@ class Checkpointer:
             dataset_epochs=counted,  # samplers that count do so in states of their own
             **_of_samplers(self.options, samplers),
             workers=None if carried is None else as_plain(carried),
-            num_workers=self.num_workers,
             has_past=keeps_seed,
             fits=describe(self.options),  # anew: between two runs the trainer may change its samplers
         )
@@ -210,7 +207,6 @@ class Checkpointer:
             set_epochs=list(self.sampler_epochs),
             dataset_epochs=list(self.dataset_epochs),
             **_of_samplers(self.options, samplers),
-            num_workers=self.num_workers,
             has_past=self.has_past,
             fits=dict(self._described),
             **how_far,
@@ -244,7 +240,6 @@ def initial_state(options: Options, epoch: int, generators: dict[str, Key] | Non
         at_iter=_generators_now(options),
         **_of_samplers(options, SamplerState(own_state(options.index_sampler))),
         workers=None if here == WorkerStart() else as_plain({0: here}),
-        num_workers=int(options.num_workers) if options.is_auto else None,
         fits=describe(options),
     )
 

@@ -124,7 +124,6 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._dataset_fetcher = None  # torch's
         self._names = namer(options.dataset, of_batches=options.auto_collation)
         self._is_torn = self.is_closed = False
-        # By assignments alone: another thread, or a task, may be about to go on with the run before.
         self._plan, self._progress, self._maker, self._make = plan, made.progress, maker, make
         self._meter, self._limit, self._arrivals, self._thread = meter, limit, arrivals, thread
         self._key_wait = KeyWait(plan, options.timeout)
@@ -194,12 +193,10 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             if maker.host.ends(raised):
                 self._is_torn, self._pass = self._options.is_iterable, None
                 raise
-            if plan is self._plan:
-                self._give_error(raised)
+            self._give_error(raised)
             return
-        if plan is self._plan:  # otherwise another thread has loaded a state meanwhile: the batch is of no run
-            self._in_hand = batch
-            self._meter.add([number, maker.count, began, maker.fetched, asked_at, perf_counter()])
+        self._in_hand = batch
+        self._meter.add([number, maker.count, began, maker.fetched, asked_at, perf_counter()])
 
     def _wait_for_keys(self) -> None:
         """Wait until the next keys are there."""
@@ -242,8 +239,6 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 thread.ask(number, keys)
         while (made := thread.made) is None:
             await self._wait()
-            if thread is not self._thread:  # a state was loaded meanwhile
-                return
         self._in_hand, error = made
         thread.is_asked, thread.made = False, None
         try:
@@ -363,10 +358,6 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 "this iterator was interrupted while it read its dataset, and what it had read of a batch is gone; "
                 "to go on, load the loader's state_dict() and call iter(loader)"
             )
-
-    def _restart(self, loader: DataLoader[T_co], state: LoaderState) -> None:
-        self.close()
-        self._start(loader, state)
 
     def close(self) -> None:
         """End; a batch in work on the thread is waited for, 3 s at most."""

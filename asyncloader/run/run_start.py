@@ -132,7 +132,6 @@ def begin(
         sampler_epochs=epochs,
         dataset_epochs=runs.set_epochs.of_dataset(options),
         has_past=last is not None,
-        num_workers=int(options.num_workers) if options.is_auto else None,
         warned=runs.warned,
         is_resumed=state is not None and not state.is_between_runs,
         left_out=there.left_out,

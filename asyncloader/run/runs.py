@@ -52,11 +52,6 @@ _USED_UP = (
     "batches. The iterator that begins now begins an epoch anew. If that was a look at a batch before training, load "
     "the state again after the look."
 )
-_RESTARTED = (
-    "iter(loader) was called while another iterator was in use, which had given %d batches and was not at its end. "
-    "With persistent_workers=True both are one: a loop that is still going on goes on in the new run, from its "
-    "beginning. To look at a batch inside a loop, use another loader, or loader.batch(epoch, number)."
-)
 
 
 class Runs:
@@ -195,12 +190,6 @@ class Runs:
             warn_once(self.warned, _IN_DOUBT, meant.given, other.given)
         return meant
 
-    def warn_of_restart(self) -> None:
-        """Warn if the run whose workers are to begin another one has given batches, and has more."""
-        last = self.run()
-        if last is not None and last.given and not last.progress.end_is_known and last.iterator() is not None:
-            warn_once(self.warned, _RESTARTED, last.given)
-
     def _has_outlived(self, run: Checkpointer, other: Checkpointer) -> bool:
         """Whether the iterator of a run was dropped after that of another one, or may have come to its end after it."""
         dropped = list(self._dropped)
@@ -213,27 +202,22 @@ class Runs:
             warn_once(self.warned, _USED_UP, last.given)
 
     def load(self, state: LoaderState | None, options: Options) -> None:
-        """Have the next run begin from a state that fits; None for the very first."""
-        self.note_load(state, options)
+        """Have the next run begin from a state that fits; None for the very first.
+
+        What is set from now on, by the trainer, counts in the state's place.
+        """
         self.loaded = state
+        self.set_epochs.note_load(options)
+        self._marks = _marks(order_generators(options), state) if state else []
+        self.generator_keys = (
+            GeneratorKeys(self.generators(options), state.generator_keys) if state else GeneratorKeys({}, {})
+        )
         for each in self.records:
             if (iterator := each.iterator()) is not None:
                 iterator.leave()
         self.records = ()
         self.past.clear()
         self.begun = 0
-
-    def note_load(self, state: LoaderState | None, options: Options) -> None:
-        """Note a state that is loaded: what is set from now on, by the trainer, counts in its place.
-
-        A state that was loaded before it is forgotten.
-        """
-        self.loaded = None
-        self.set_epochs.note_load(options)
-        self._marks = _marks(order_generators(options), state) if state else []
-        self.generator_keys = (
-            GeneratorKeys(self.generators(options), state.generator_keys) if state else GeneratorKeys({}, {})
-        )
 
     def set_by_trainer(self, rng: RNGSnapshot) -> list[bool]:
         """Return which generators an epoch that begins after a loaded state leaves as they are.
@@ -246,11 +230,6 @@ class Runs:
     def generators(self, options: Options) -> dict[str, Any]:
         """Return the generators that the dataset holds and the loader seeds, by their paths."""
         return seeded_generators_of(options.dataset, options.collate_fn) if options.seeds_generators else {}
-
-    def number_is_set(self) -> None:
-        """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
-        if (latest := self.run()) is not None:
-            latest.num_workers = None
 
     def make_meter(
         self, options: Options, epoch: int, num_workers: int, window: int, faults: Faults, *, keys_arrive: bool

@@ -21,10 +21,12 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import Any
 
 from asyncloader.errors import StateMismatchError
 from asyncloader.messages.snapshot import WorkerStart, from_plain
+from asyncloader.options import Options
 from asyncloader.seeding.own_generators import Key
 
 VERSION = 5
@@ -58,10 +60,9 @@ class LoaderState:
         passes: How many answers each iterator that is dropped by now has given since.
         workers: Where each worker is in a dataset that it has a place or a state in.
         next_worker: Whose turn it is.
-        num_workers: How many there are, where their number looks after itself.
         has_past: They had made epochs before this one.
         left_out: How many batches after all that the run reads and drops, or ALL, after which the next run begins: see
-            `asyncloader.run.torchdata_state`.
+            `asyncloader.stateful.torchdata_state`.
         fits: What of the loader must be the same: see `asyncloader.run.fits`.
         others: What libraries have put into the dictionary, as Accelerate does: it stays there.
     """
@@ -88,7 +89,6 @@ class LoaderState:
     passes: list[int] = field(default_factory=list)
     workers: Any = None
     next_worker: int | None = None
-    num_workers: int | None = None
     has_past: bool = False
     left_out: int = 0
     fits: dict[str, Any] = field(default_factory=dict)
@@ -136,4 +136,18 @@ class LoaderState:
         return {path: (check, first) for path, (check, first) in json.loads(self.generators).items()}
 
 
+def read_state(state: Any, options: Options) -> LoaderState:
+    """Read a state of ours, or of torchdata's; what reads those is imported where there is one.
+
+    Raises:
+        StateMismatchError: if it is neither, or if nobody can know how the loader would go on from it.
+    """
+    if not isinstance(state, dict) or "version" in state or not state.keys() & _OF_TORCHDATA:
+        return LoaderState.from_dict(state)
+    # By its name: that room is above this one, and no other state needs it.
+    return import_module("asyncloader.stateful.torchdata_state").converted(state, options)  # type: ignore[no-any-return]
+
+
+_OF_TORCHDATA = {"_snapshot", "_num_yielded", "root"}
+"""Keys of its states, of which each has one."""
 _NAMES = tuple(each.name for each in fields(LoaderState) if each.name != "others")

@@ -161,19 +161,6 @@ class WorkerIterator(BaseIterator[T_co]):
         self._run, self.is_closed, self._face, self._pass = run, False, "", None  # the next call decides the face
         self._meter = self._runs.meter = run.meter
 
-    def _restart(self, loader: Any, state: LoaderState) -> None:
-        self._run.leave()
-        self.leave()
-        if (options := self._options).is_auto:
-            number = state.num_workers or len(self._engine.workforce.wanted)
-            self._options = replace(options, num_workers=AutoWorkers(min(number, options.most_waiting)))
-            loader._note_num_workers(self._options.num_workers)
-        try:
-            self._start(loader, state, wait=False)
-        except BaseException:  # nobody may wait for workers that were not started
-            self._engine.request_close()
-            raise
-
     def _make_run(self, start: RunStart) -> Run:
         """Return a run, which nobody has begun."""
         options, runs, plan = self._options, self._runs, start.plan
@@ -221,11 +208,9 @@ class WorkerIterator(BaseIterator[T_co]):
         return pool
 
     def note_number(self, num_workers: int) -> None:
-        """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
-        if self._options.is_auto:  # otherwise it was set meanwhile
-            self._checkpointer.num_workers = num_workers
-            if (loader := self._loader()) is not None:
-                loader._note_num_workers(num_workers)
+        """Note the number of workers, which looks after itself, for the loader. On the loop thread."""
+        if (loader := self._loader()) is not None:
+            loader._note_num_workers(num_workers)  # unless it was set meanwhile
 
     @property
     def is_usable(self) -> bool:

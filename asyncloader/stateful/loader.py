@@ -13,7 +13,7 @@ from asyncloader.errors import StateMismatchError
 from asyncloader.loader import DataLoader
 from asyncloader.protocols import SuppliesKeys
 from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
-from asyncloader.run.torchdata_state import read_state
+from asyncloader.run.state import read_state
 from asyncloader.samplers.ordered import ResumableSampler
 from asyncloader.stateful.samplers import BatchSampler, RandomSampler
 

@@ -181,11 +181,6 @@ class IteratorWrapper(ClosableIterator):
         """Returns the state as of the batches that were given. It is not there if there is none within."""
         return partial(_state, self.states, self.source.state_dict)
 
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from a state, with this iterator."""
-        self._inner.load_state_dict(state)
-        self.begin()
-
     def end(self, over: Callable[[], BaseException]) -> None:
         """Give nothing any more, and let go of what is held. States stay those of the batches that were given."""
         self.over = self.over or over

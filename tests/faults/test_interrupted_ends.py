@@ -63,15 +63,6 @@ def close(moment: CtrlC) -> None:
         iterator.close()
 
 
-def load(moment: CtrlC) -> None:
-    """Interrupt what closes one run and begins another; the iterator is closed then, or at the state."""
-    loader = make()
-    iterator = iter(loader)
-    state = iterator.state_dict()
-    with contextlib.suppress(KeyboardInterrupt), moment:
-        iterator.load_state_dict(state)
-
-
 def wait_until_nothing_lives() -> None:
     """Wait until no session is on the portal.
 
@@ -85,9 +76,7 @@ def wait_until_nothing_lives() -> None:
     assert not left
 
 
-@pytest.mark.parametrize(
-    "ends", [pytest.param(read, marks=pytest.mark.slow), drop, close, pytest.param(load, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ends", [pytest.param(read, marks=pytest.mark.slow), drop, close])
 def test_workers_end_wherever_an_interrupt_hits(ends: Callable[[CtrlC], None]) -> None:
     """What is left of an iterator closes it, whether the interrupted step was taken or not."""
     moment = uninterrupted = 0

@@ -65,7 +65,7 @@ def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:
     """What a run of these settings makes its states with, begun now."""
     rng = order_generators(settings)
     epochs: dict[str, list[int | None]] = {"sampler_epochs": [], "dataset_epochs": [None]}
-    rest: dict[str, Any] = {"has_past": False, "num_workers": None, "warned": set()}
+    rest: dict[str, Any] = {"has_past": False, "warned": set()}
     order = OrderDraw(rng, rng.capture(), warn=bool)
     return Checkpointer(settings, progress, order, (77, 0, 0), 3, {}, None, **epochs, **rest)
 

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -341,34 +340,3 @@ async def test_a_large_shuffle_is_drawn_beside_the_loop(monkeypatch: pytest.Monk
         assert iterator.state_dict()["position"] == 1
     assert found == by_for
     assert drawn_in == [True, True, False, False]
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_state_that_another_thread_loads_while_a_batch_is_made(raises: bool) -> None:
-    """The batch belongs to no run, nor does an error in its place: the next one is the first after the state."""
-
-    class Waits:
-        meanwhile: Any = None
-
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> int:
-            load, self.meanwhile = self.meanwhile, None
-            if load is not None:
-                thread = threading.Thread(target=load)
-                thread.start()
-                thread.join()
-                if raises:
-                    raise ValueError(index)
-            return index
-
-    dataset = Waits()
-    loader: DataLoader[Any] = DataLoader(dataset, batch_size=2)  # type: ignore[arg-type]
-    iterator = iter(loader)
-    next(iterator)
-    state = iterator.state_dict()  # type: ignore[attr-defined]
-    for _ in range(2):
-        next(iterator)
-    dataset.meanwhile = partial(iterator.load_state_dict, state)  # type: ignore[attr-defined]
-    assert [batch.tolist() for batch in iterator] == [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]

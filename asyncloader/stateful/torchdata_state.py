@@ -65,14 +65,12 @@ class _Saved(NamedTuple):
     is_over: bool
 
 
-def read_state(state: Any, options: Options) -> LoaderState:
-    """Read a state of ours, or of torchdata's.
+def converted(state: dict[str, Any], options: Options) -> LoaderState:
+    """Return a state of torchdata's as one of ours.
 
     Raises:
-        StateMismatchError: if it is neither, or if nobody can know how the loader would go on from it.
+        StateMismatchError: if it is not a whole one, or if nobody can know how the loader would go on from it.
     """
-    if not isinstance(state, dict) or "version" in state or not state.keys() & {"_snapshot", "_num_yielded", "root"}:
-        return LoaderState.from_dict(state)
     if state.keys() >= _OF_GRAPHS:
         advice = "Its states are of a program of its own, and fit no loader. docs/moving.md has what to write here."
         raise StateMismatchError("kind", "a graph of torchdata", "a loader", advice)
