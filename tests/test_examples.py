@@ -51,6 +51,12 @@ def test_the_demonstration_shows_what_it_says() -> None:
     assert none.startswith("torch ")
 
 
+def test_a_loop_like_torchtitans_resumes() -> None:
+    """The losses of a training that was stopped are those of one that was not."""
+    (line,) = closing_lines(run_example("train_titan_like.py"), 1)
+    assert re.fullmatch(r"loss 4\.\d+ to 0\.\d+ in 12 steps; stopped after 7 and resumed: the same losses", line)
+
+
 def test_train_digits_reports_accuracy_and_waiting(digits: Path) -> None:
     """Three epochs train, and the closing lines tell the accuracy and the time spent waiting for data."""
     done = run_example("train_digits.py", "--epochs", "3", "--min-accuracy", "0.6", "--data", digits)
