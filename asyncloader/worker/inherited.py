@@ -52,13 +52,10 @@ def files_to_reopen() -> list[OpenFile]:
 def reopen(files: Iterable[OpenFile]) -> None:
     """Give this process open file descriptions of its own; a file that cannot be opened again stays as it is.
 
-    The link in /proc leads to the file itself, though it was renamed or deleted, or never had a name. A lock on the
-    whole file (``flock``) belongs to the description: this process keeps that as well, as long as it lives.
+    The link in /proc leads to the file itself, though it was renamed or deleted, or never had a name.
     """
     for fd, flags, offset in files:
         try:
-            if _is_locked(fd):
-                os.dup(fd)
             new = os.open(f"{_FOLDER}/{fd}", flags & ~os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.lseek(new, offset, os.SEEK_SET)
@@ -68,12 +65,6 @@ def reopen(files: Iterable[OpenFile]) -> None:
         except OSError as error:
             words = "Worker with pid %d shares the offset of descriptor %d, whose file cannot be opened again: %s"
             log.debug(words, os.getpid(), fd, error)
-
-
-def _is_locked(fd: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fd}", "rb") as info:
-        return b"\nlock:" in info.read()
-    return False
 
 
 def _inherited() -> Iterator[tuple[int, os.stat_result]]:

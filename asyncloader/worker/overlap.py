@@ -25,16 +25,15 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import StackDataset
 
 from asyncloader.async_face import batch_method, sample_method
-from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, members
-from asyncloader.seeding.sample_context import BATCH, Placed, SampleContext, Steps, enter
-from asyncloader.seeding.seeder import Seeder
+from asyncloader.seeding.sample_context import BATCH, Placed, SampleContext, enter
 from asyncloader.seeding.switch import steps
+from asyncloader.worker.batch_maker import BatchMaker
 from asyncloader.worker.fetch import settle
 from asyncloader.worker.gather import WholeBatches
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -44,35 +43,26 @@ from asyncloader.worker.stacks import task_stack
 _TASKS_SHOWN = 3
 
 
-class OverlapRun(NamedTuple):
-    """A run over the data, for the object that fetches its samples.
+class Overlap:
+    """The base of all ways of overlapping: jobs, slots, and the settling of samples.
 
-    Attributes:
-        spec: How samples are fetched.
-        seeder: The seeder of the worker in this run.
-        switch: Gives each sample draws of its own, or warns of draws, or does neither.
+    Args:
+        maker: What makes batches of the samples: it knows how they are fetched in this run.
         finished: Gets each job once.
-        ends: Whether a worker cannot go on after an exception; other exceptions stand for their batches.
         stop: Is given an exception of our own code: no sample can be answered for after that.
     """
 
-    spec: WorkerSpec
-    seeder: Seeder
-    finished: Callable[[Job], None]
-    ends: Callable[[BaseException], bool]
-    stop: Callable[[BaseException], None]
-    switch: Steps = Steps()
-
-
-class Overlap:
-    """The base of all ways of overlapping: jobs, slots, and the settling of samples."""
-
-    def __init__(self, run: OverlapRun) -> None:
-        self._run = run
-        self._name = type(run.spec.dataset).__name__
-        self._auto_collation = run.spec.auto_collation
-        self._free = run.spec.samples_at_once
-        self._loop = GuardedLoop(asyncio.get_running_loop(), run.stop)
+    def __init__(
+        self, maker: BatchMaker, finished: Callable[[Job], None], stop: Callable[[BaseException], None]
+    ) -> None:
+        self._spec, self._seeder, self._steps = maker.spec, maker.seeder, maker.switch
+        self._ends = maker.host.ends
+        self._finished = finished
+        self._stop = stop
+        self._name = type(self._spec.dataset).__name__
+        self._auto_collation = self._spec.auto_collation
+        self._free = self._spec.samples_at_once
+        self._loop = GuardedLoop(asyncio.get_running_loop(), stop)
         self._waiting: deque[Job] = deque()  # with samples that were not asked for
         self._jobs: dict[int, Job] = {}
         self._cancelled: set[asyncio.Task[None]] = set()  # and not ended yet
@@ -152,8 +142,8 @@ class Overlap:
                 job.samples = sample
             else:
                 job.samples[position] = sample
-        elif self._run.ends(error):
-            self._run.stop(error)
+        elif self._ends(error):
+            self._stop(error)
             return
         elif position != BATCH and self._tolerates(error):
             job.errors[position] = error
@@ -165,7 +155,7 @@ class Overlap:
             self._fill()
 
     def _tolerates(self, error: BaseException) -> bool:
-        return self._run.spec.tolerates and isinstance(error, Exception)
+        return self._spec.tolerates and isinstance(error, Exception)
 
     def _cost(self, job: Job, position: int, error: BaseException) -> None:
         """Note an error that costs the batch: only samples before it are wanted yet, which may have raised as well."""
@@ -183,7 +173,7 @@ class Overlap:
         """Finish a job. The next samples are asked for first: they are on their way while the batch is collated."""
         del self._jobs[job.ticket]
         self._fill()
-        self._run.finished(job)
+        self._finished(job)
 
     def _cancel(self, job: Job, after: int = BATCH - 1) -> None:
         """Cancel what is in flight of a job after a position. A slot is free again when its task has ended, not before.
@@ -208,11 +198,11 @@ class Overlap:
 class TaskFetcher(Overlap):
     """Samples of a map-style dataset, each in a task of its own, or all of a batch."""
 
-    def __init__(self, dataset: Any, run: OverlapRun) -> None:
-        super().__init__(run)
+    def __init__(self, dataset: Any, *run: Any) -> None:
+        super().__init__(*run)
         self._dataset = dataset
         self._get_sample = self._sample_method(dataset)
-        self._whole = WholeBatches(dataset, run.spec)
+        self._whole = WholeBatches(dataset, self._spec)
         self._get_samples: Callable[[Any], Any] | None = None
         if self._auto_collation and not self._whole.by_sample:
             self._get_samples = self._batch_method(dataset)
@@ -239,11 +229,6 @@ class TaskFetcher(Overlap):
             job = self._waiting[0]
             if not job.started:
                 job.began = perf_counter()
-                if self._whole.is_in_memory and (rows := self._whole.find(job.keys)) is not None:
-                    job.samples = rows
-                    self._waiting.popleft()
-                    self._conclude(job)
-                    continue
             if self._get_samples is not None:
                 # A batch in one call takes as many slots as samples; more than there are, if need be.
                 self._waiting.popleft()
@@ -270,7 +255,7 @@ class TaskFetcher(Overlap):
         return self._get_sample(job.keys[position] if self._auto_collation else job.keys)
 
     def _enter(self, job: Job, position: int) -> SampleContext:
-        return enter(self._run.seeder, job.ticket, position, job.first, self._run.switch)
+        return enter(self._seeder, job.ticket, position, job.first, self._steps)
 
     async def _sample(self, job: Job, position: int) -> Any:
         sample = self._ask(job, position)
@@ -283,12 +268,12 @@ class TaskFetcher(Overlap):
         return sample
 
     async def _get(self, job: Job, position: int) -> None:
-        switch, here = self._run.switch, self._enter(job, position)
+        here = self._enter(job, position)
         sample: Any = None
         error: BaseException | None = None
         try:
-            if switch.is_on:
-                sample = await steps(switch, here, self._sample(job, position))
+            if self._steps.is_on:
+                sample = await steps(self._steps, here, self._sample(job, position))
             elif self._is_simple and position != BATCH:
                 sample = self._ask(job, position)
                 if hasattr(type(sample), "__await__"):

@@ -22,24 +22,22 @@ from asyncloader.seeding.switch import GeneratorSwitch
 from asyncloader.worker import loops
 from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.job import Job
-from asyncloader.worker.overlap import Overlap, OverlapRun, TaskFetcher
-from asyncloader.worker.serial_loop import SerialLoop, TicketLoop
+from asyncloader.worker.overlap import Overlap, TaskFetcher
+from asyncloader.worker.serial_loop import SerialLoop
 from asyncloader.worker.stream import Stream
 from asyncloader.worker.thread_fetcher import ThreadFetcher
 from asyncloader.worker.transport import WorkerTransport
 
 
-def make_loop(
-    worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception
-) -> SerialLoop | OverlapLoop:
+def make_loop(worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception) -> SerialLoop:
     """Return what answers tickets as `spec` wants it."""
     if isinstance(spec, WorkerSpec) and spec.overlaps:
         return OverlapLoop(worker_id, transport, epoch, spec)
     return SerialLoop(worker_id, transport, epoch, spec)
 
 
-class OverlapLoop(TicketLoop):
-    """Answers tickets as their samples come. `open` and `run` as in `SerialLoop`; or `serve`, on a loop that runs."""
+class OverlapLoop(SerialLoop):
+    """Answers tickets as their samples come: `run`, or `serve` on a loop that runs."""
 
     def __init__(self, worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec) -> None:
         super().__init__(worker_id, transport, epoch, spec)
@@ -104,27 +102,25 @@ class OverlapLoop(TicketLoop):
                 await resources.enter_async_context(member)
 
     def _begin(self) -> None:
-        super()._begin()
         if self._overlap is not None:
             # Nothing of the last run is finished from now on, also if this run cannot begin: it would be told as of it.
             self._overlap.leave()
         if self._is_open:
-            self._maker.begin(self._epoch, self._open_overlap)
+            super()._begin()
 
-    def _open_overlap(self, dataset: Any) -> None:
+    def _open_source(self, dataset: Any) -> None:
         spec, keeper = self._maker.spec, self._maker.keeper
         closing: asyncio.Task[None] | None = None
         if self._overlap is not None:
             runs_on = keeper is None or not keeper.is_put_back
             closing = self._loop.create_task(self._overlap.aclose(runs_on=runs_on), name="leave the last epoch")
-        switch = self._maker.switch
-        run = OverlapRun(spec, self._maker.seeder, self._on_finished, self._transport.ends, self._stop, switch)
+        switch, run = self._maker.switch, (self._maker, self._on_finished, self._stop)
         if isinstance(switch, GeneratorSwitch):
             self._loop.set_task_factory(partial(begin_task, switch.make_task))
         if spec.is_iterable:
             self._overlap = Stream(dataset, run, self._on_exhausted, closing, keeper)
         else:
-            self._overlap = (TaskFetcher if spec.is_async else ThreadFetcher)(dataset, run)
+            self._overlap = (TaskFetcher if spec.is_async else ThreadFetcher)(dataset, *run)
 
     # -------------------------------------------------------------------------------------------------- serving
 

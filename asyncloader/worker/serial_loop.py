@@ -17,8 +17,8 @@ from asyncloader.worker.transport import WorkerTransport
 _LOOK_EVERY_S = 0.001
 
 
-class TicketLoop:
-    """The base of both ways to answer tickets: messages of the parent, and the end of the data.
+class SerialLoop:
+    """Answers tickets, one after the other; `OverlapLoop` has many samples in flight.
 
     Args:
         worker_id: From 0.
@@ -38,6 +38,7 @@ class TicketLoop:
         self._idle_since = perf_counter()
         self._untold: list[list[Outcome]] = []
         self._is_confirmed = False
+        self._looked_at = 0.0
 
     def work(self) -> None:
         """Become a worker, answer tickets until END, and clean up, in the modes of the thread that iterates."""
@@ -54,6 +55,10 @@ class TicketLoop:
         """Begin a run. Outcomes of the last run that were held back are dropped."""
         self._untold.clear()
         self._ended = self._is_confirmed = False
+        self._maker.begin(self._epoch, self._open_source)
+
+    def _open_source(self, dataset: Any) -> None:
+        self._maker.open_fetcher(dataset)
 
     def _take_message(self, kind: int, contents: Any) -> None:
         """Take tickets, a new run, or the answer to ENDING."""
@@ -88,36 +93,13 @@ class TicketLoop:
                 self._transport.send_outcome(held)
 
     def run(self) -> None:
-        """Answer tickets until END."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Let the dataset, its iterator and what they hold run their own cleanup."""
-        self._transport.leave()
-        self._maker.close()
-
-
-class SerialLoop(TicketLoop):
-    """Answers tickets, one after the other."""
-
-    _looked_at = 0.0
-
-    def open(self) -> None:
-        """Become a worker, and open the dataset. An exception answers every ticket."""
-        super().open()
-        self._begin()
-        self._transport.send(Kind.READY)
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._maker.begin(self._epoch)
-
-    def run(self) -> None:
-        """Answer tickets until END.
+        """Open the dataset, and answer tickets until END. An exception answers every ticket.
 
         Messages are looked for before a ticket, so that END and a new epoch do not wait behind a queue; but not more
         often than every millisecond, for a look is a system call.
         """
+        self._begin()
+        self._transport.send(Kind.READY)
         transport, maker, tickets = self._transport, self._maker, self._tickets
         while True:
             while not tickets or perf_counter() - self._looked_at > _LOOK_EVERY_S:
@@ -139,3 +121,8 @@ class SerialLoop(TicketLoop):
             else:
                 transport.send_outcome(held)
             self._idle_since = perf_counter()
+
+    def close(self) -> None:
+        """Let the dataset, its iterator and what they hold run their own cleanup."""
+        self._transport.leave()
+        self._maker.close()

@@ -21,7 +21,7 @@ from asyncloader.protocols import is_async, reads_async
 from asyncloader.seeding import sample_context
 from asyncloader.worker.fetch import discard, is_over, settle
 from asyncloader.worker.job import Job
-from asyncloader.worker.overlap import Overlap, OverlapRun
+from asyncloader.worker.overlap import Overlap
 from asyncloader.worker.stacks import generator_stack, task_stack
 
 _PATIENCE_S = 1.0
@@ -41,7 +41,7 @@ class Stream(Overlap):
 
     Args:
         dataset: Async iterable, or an iterable of samples of which some are awaitables.
-        run: The run.
+        run: As of `Overlap`.
         exhausted: Called once with the first ticket that there are no samples for, after all before it are finished.
         after: The end of the run before: the dataset is not read twice at a time.
         keeper: Keeps the state of the dataset, if that is to be kept.
@@ -50,12 +50,12 @@ class Stream(Overlap):
     def __init__(
         self,
         dataset: Any,
-        run: OverlapRun,
+        run: tuple[Any, Any, Any],
         exhausted: Callable[[int], None],
         after: asyncio.Task[None] | None = None,
         keeper: Keeper | None = None,
     ) -> None:
-        super().__init__(run)
+        super().__init__(*run)
         self._exhausted = exhausted
         self._iterator = open_stream(dataset)
         self._keeper = keeper
@@ -138,11 +138,11 @@ class Stream(Overlap):
     async def _leave_out(self, job: Job) -> None:
         """Read over a batch that was made already, and that this one comes after. Nothing in it is awaited."""
         for position in range(job.count):
-            sample_context.enter(self._run.seeder, job.ticket, position)
+            sample_context.enter(self._seeder, job.ticket, position)
             try:
                 sample = await self._next(job)
             except BaseException as error:  # it was raised in its time
-                if job.ticket not in self._jobs or self._run.ends(error):
+                if job.ticket not in self._jobs or self._ends(error):
                     raise
                 if self._costs_batch(error):
                     return
@@ -160,7 +160,7 @@ class Stream(Overlap):
         position = job.started
         if not position:
             job.began = perf_counter()
-        sample_context.enter(self._run.seeder, job.ticket, position)
+        sample_context.enter(self._seeder, job.ticket, position)
         try:
             sample = await self._next(job)
         except BaseException as error:
@@ -213,7 +213,7 @@ class Stream(Overlap):
             job.snapshot = self._keeper.take(ended=self._has_ended)
 
     async def _await(self, job: Job, position: int, sample: Any) -> None:
-        sample_context.enter(self._run.seeder, job.ticket, position)
+        sample_context.enter(self._seeder, job.ticket, position)
         error: BaseException | None = None
         try:
             sample = await settle(sample)
@@ -232,8 +232,8 @@ class Stream(Overlap):
 
     def _fail(self, job: Job, position: int, error: BaseException) -> None:
         """The iterator raised. If it can go on, this cost a sample; otherwise, or if none may be bad, the batch."""
-        if self._run.ends(error):
-            self._run.stop(error)
+        if self._ends(error):
+            self._stop(error)
         elif self._costs_batch(error):
             self._cost(job, position, error)
             self._cut(job, position)
@@ -244,7 +244,7 @@ class Stream(Overlap):
     def _end(self, job: Job) -> None:
         """Note the end of the data, which was found while a sample of this job was read."""
         self._has_ended = True
-        kept = job.started > 0 and not (self._run.spec.drop_last and self._auto_collation)
+        kept = job.started > 0 and not (self._spec.drop_last and self._auto_collation)
         if not kept:
             self._too_late.append(job.ticket)
             self._waiting.popleft()

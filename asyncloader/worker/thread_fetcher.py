@@ -29,14 +29,14 @@ from asyncloader.seeding.sample_context import BATCH
 from asyncloader.stack_text import stack_of
 from asyncloader.worker.fetch import refuse_awaitables
 from asyncloader.worker.job import Job
-from asyncloader.worker.overlap import OverlapRun, TaskFetcher
+from asyncloader.worker.overlap import TaskFetcher
 
 
 class ThreadFetcher(TaskFetcher):
     """Samples on threads of their own, started as they are needed."""
 
-    def __init__(self, dataset: Any, run: OverlapRun) -> None:
-        super().__init__(dataset, run)
+    def __init__(self, dataset: Any, *run: Any) -> None:
+        super().__init__(dataset, *run)
         self._most = self._free
         self._free = sys.maxsize  # all samples are in the queue: that there are no more threads bounds what is in work
         self._modes = Modes.of_this_thread()
@@ -130,8 +130,8 @@ class ThreadFetcher(TaskFetcher):
         if position not in job.pending:  # not wanted any more
             return
         self._enter(job, position)
-        if is_watched := self._run.switch.is_on:
-            self._run.switch.begin(None)
+        if is_watched := self._steps.is_on:
+            self._steps.begin(None)
         if position <= 0:
             job.began = perf_counter()
         sample: Any = None
@@ -142,7 +142,7 @@ class ThreadFetcher(TaskFetcher):
         except BaseException as raised:
             error = raised
         if is_watched:
-            self._run.switch.end(None, is_last=True)
+            self._steps.end(None, is_last=True)
         self._done.append((job, position, sample, error))
         del job, sample, error  # a traceback refers to this frame
         if not self._is_told:  # looked at after the sample is there: `_take_done` does it the other way round

@@ -1,6 +1,6 @@
 """A worker's end of its connection to the parent, whatever that is made of.
 
-    parent ── tickets, epochs, END ──> receive / listen ──> TicketLoop
+    parent ── tickets, epochs, END ──> receive / listen ──> SerialLoop
     parent <── outcomes ──────────── send, send_outcome <── SerialLoop, OverlapLoop
 
 `ProcessTransport` serves a worker process: frames over the channel, batches encoded into slabs. Workers in the process

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
-from asyncloader.worker.serial_loop import TicketLoop
+from asyncloader.worker.serial_loop import SerialLoop
 from tests.faults.test_deaths import DEATHS
 from tests.faults.test_stream_deaths import (
     Declared,
@@ -148,13 +148,13 @@ class Deceived(Declared):
 
 def tell_slowly(worker: int) -> None:
     """Have the parent answer that the end was told before the loop goes on."""
-    tell = TicketLoop._tell_at_end
+    tell = SerialLoop._tell_at_end
 
-    def slow(loop: TicketLoop, later: Callable[[], None]) -> None:
+    def slow(loop: SerialLoop, later: Callable[[], None]) -> None:
         tell(loop, later)
         time.sleep(0.02)
 
-    TicketLoop._tell_at_end = slow  # type: ignore[method-assign]
+    SerialLoop._tell_at_end = slow  # type: ignore[method-assign]
 
 
 def tell_slowly_without_uvloop(worker: int) -> None:

@@ -357,38 +357,6 @@ def test_descriptors_of_all_kinds(tmp_path_factory: pytest.TempPathFactory, kind
             assert os.lseek(fd, 0, os.SEEK_CUR) == (1000 + moved if is_shared else offset)
 
 
-class Waits(Dataset[int]):
-    """Stays in its first sample until it is told to end."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("rb", 0)
-        self.reads, self.ends = (multiprocessing.get_context("fork").Event() for _ in range(2))
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        self.reads.set()
-        self.ends.wait(PATIENCE_S)
-        return self.file.read(ROW)[0]
-
-
-@pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
-def test_a_file_that_the_trainer_has_locked_stays_locked_while_a_worker_reads(kind: int, path: Path) -> None:
-    """Also once the trainer has closed it, as after any fork."""
-    dataset = Waits(path)
-    fcntl.flock(dataset.file, kind)
-    batches = iter(DataLoader(dataset, None, num_workers=1, multiprocessing_context="fork"))
-    assert dataset.reads.wait(PATIENCE_S)
-    dataset.file.close()
-    with path.open("r+b") as writer:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        dataset.ends.set()
-        assert list(batches) == [0]
-        fcntl.flock(writer, fcntl.LOCK_EX)  # the worker has ended
-
-
 # --------------------------------------------------------------------------------------------------- what cannot be
 
 

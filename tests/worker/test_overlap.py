@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from asyncloader.messages.messages import WorkerSpec
-from asyncloader.seeding.seeder import Seeder
 from asyncloader.worker.job import Job
-from asyncloader.worker.overlap import Overlap, OverlapRun
+from asyncloader.worker.overlap import Overlap
+from tests.worker.fetching import maker_of
 
 SPEC = WorkerSpec(None, False, True, list, False, None, 1, 0, False, is_async=True, samples_at_once=100)
 KINDS: dict[str, type[BaseException] | None] = {
@@ -53,7 +53,7 @@ def test_the_first_error_of_a_batch_stands_for_it(kinds: list[str], on_error: An
 
     async def run() -> None:
         spec = replace(SPEC, on_error=on_error)
-        overlap = ByHand(OverlapRun(spec, Seeder((0, 0, 0)), finished.append, is_exit, stopped.append))
+        overlap = ByHand(maker_of(spec, is_exit), finished.append, stopped.append)
         overlap.add(0, list(range(len(kinds))))
         (job,) = overlap._jobs.values()
         for position in order:

@@ -16,10 +16,9 @@ from hypothesis import assume, given, settings
 from asyncloader.engine.tracks import Track
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.snapshot import Frozen, Keeper, WorkerStart
-from asyncloader.seeding.seeder import Seeder
 from asyncloader.worker.job import Job
-from asyncloader.worker.overlap import OverlapRun
 from asyncloader.worker.stream import Stream
+from tests.worker.fetching import maker_of
 
 SPEC = WorkerSpec(None, True, True, list, False, None, 1, 0, False, is_async=True)
 
@@ -86,11 +85,9 @@ def test_an_end_is_told_of_data_that_have_ended(
 
         stream = Stream(
             Scripted(script, stubborn),
-            OverlapRun(
-                replace(SPEC, samples_at_once=concurrency),
-                Seeder((0, 0, 0)),
+            (
+                maker_of(replace(SPEC, samples_at_once=concurrency), lambda error: isinstance(error, SystemExit)),
                 on_finished,
-                lambda error: isinstance(error, SystemExit),
                 stop,
             ),
             on_exhausted,
@@ -161,7 +158,7 @@ def test_what_an_iterator_raises_is_told_in_its_batch(
 
     async def run() -> None:
         spec = replace(SPEC, samples_at_once=concurrency, on_error="skip" if tolerated else "raise")
-        overlap_run = OverlapRun(spec, Seeder((0, 0, 0)), finished.append, lambda _: False, pytest.fail)
+        overlap_run = maker_of(spec, lambda _: False), finished.append, pytest.fail
         stream = Stream(Raising(length, raises_at, goes_on=goes_on), overlap_run, told.append)
         for ticket in range(12):
             stream.add(ticket, [None] * batch_size)
@@ -235,7 +232,7 @@ def test_a_run_that_was_not_begun_is_over_before_the_next() -> None:
     state = {"dataset": {"run": 3, "at": 2}, "iterator": None, "ended": False}
 
     async def run() -> None:
-        run = OverlapRun(SPEC, Seeder((0, 0, 0)), print, bool, print)  # type: ignore[arg-type]
+        run = maker_of(SPEC, bool), print, print
         stream = Stream(dataset, run, print, keeper=Keeper(dataset, 1, WorkerStart(0, state)))
         await stream.aclose(runs_on=True)
 

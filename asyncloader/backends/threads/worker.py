@@ -69,7 +69,7 @@ class LocalWorker(Worker):
         self._owner: Backend[LocalWorker] | None = owner  # until the end
         where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
         self._transport = LocalTransport(where, self._post)
-        self._answering: SerialLoop | OverlapLoop | None = None
+        self._answering: SerialLoop | None = None
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
         self._dataset: Any = None
@@ -127,7 +127,7 @@ class LocalWorker(Worker):
         except BaseException as error:
             self._report(error)
 
-    def _make_loop(self, spec: WorkerSpec, epoch: EpochSpec) -> SerialLoop | OverlapLoop:
+    def _make_loop(self, spec: WorkerSpec, epoch: EpochSpec) -> SerialLoop:
         if self._on_thread:
             spec = spec.with_dataset(private_copy(spec.dataset))
         self._answering = answering = make_loop(self.worker_id, self._transport, epoch, spec)
