@@ -126,6 +126,14 @@ def test_train_gpt_has_the_losses_of_a_run_without_a_stop() -> None:
     assert re.fullmatch(r"largest difference of 10 losses: 0\.000\d{3}", difference)
 
 
+@pytest.mark.timeout(180)  # it starts twelve ranks, one number of them after the other
+def test_train_gpt_streams_gives_each_document_once_on_changing_ranks() -> None:
+    """Two ranks that are killed, three that are killed, one to the end: losses are those of a run without a kill."""
+    documents, losses = closing_lines(run_example("train_gpt_streams.py"), 2)
+    assert re.fullmatch(r"\d{3} documents, each once", documents)
+    assert losses == "the losses equal those of the run that nobody has killed, bit for bit"
+
+
 @pytest.mark.slow
 def test_tinyloader_experiment_draws_a_picture(tmp_path: Path) -> None:
     """A small run measures the loaders that are there, prints a table with all of them and draws the picture."""
