@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from asyncloader.observe.activity import Activity
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
@@ -77,10 +76,6 @@ class Worker:
     def put(self, kind: int, contents: Any) -> None:
         """Send it a message."""
         raise NotImplementedError
-
-    def activity(self) -> Activity | None:
-        """Return what it does at the level of the kernel; None where nobody tells."""
-        return None
 
     def wait_dead(self, timeout_s: float | None) -> bool:
         """Wait until it is gone. Not on the loop thread."""

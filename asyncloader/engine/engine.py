@@ -39,7 +39,7 @@ from asyncloader.engine.actions import Action, Fail, Ticket, Vacate
 from asyncloader.engine.arrivals import late_keys
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.finisher import Finisher
-from asyncloader.engine.hang_report import HangReporter
+from asyncloader.engine.hang_report import HangWatch
 from asyncloader.engine.item import Item, failed
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue, Recovery
@@ -128,7 +128,7 @@ class Engine:
         self._to_start: deque[int] = deque()
         self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
         self._heard_at = perf_counter()  # when the last outcome of a worker came
-        self._hangs = HangReporter(pool)
+        self._hangs = HangWatch()
         self._watch: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -696,7 +696,11 @@ class Engine:
     def _watch_consumers(self) -> None:
         """Look every so often whether a consumer waits for too long."""
         self._watch = self._loop.call_later(hang_report.LOOK_S, self._watch_consumers)
-        self._hangs.look(self.run)
+        run, is_waiting = self.run, self.run.handoff.is_awaited
+        slowest_s = run.meter.stats().stages.work.longest_s if is_waiting else 0.0
+        waited_s = self._hangs.look(monotonic(), run.taken, is_waiting=is_waiting, slowest_s=slowest_s)
+        if waited_s is not None:
+            hang_report.report(run, self.pool, waited_s)
 
     def look_for_overdue(self, run: Run, timeout_s: float) -> None:
         """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says. Tell the run of it.

@@ -27,7 +27,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, cast
 
 from asyncloader.backends.backend import Backend, Launch
@@ -39,7 +38,6 @@ from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.errors import WorkerStartError
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind
-from asyncloader.observe.activity import Activity, activity
 from asyncloader.seeding.generators import wait_drawn
 from asyncloader.signals import HandlersWait, masked
 from asyncloader.stack_text import shorten
@@ -163,10 +161,6 @@ class WorkerProcess(Worker):
         with self._closing:
             pidfd = self._descriptors.get("pid")
             return None if pidfd is None else Running(self.pid, pidfd)
-
-    def activity(self) -> Activity | None:
-        """Return what the process does, and its first thread."""
-        return activity(Path(f"/proc/{self.pid}"))
 
     def watch(self, on_frames: OnFrames) -> None:
         """Hear of the process, which may be up, or gone, before the loop has its next turn.

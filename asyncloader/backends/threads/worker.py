@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -29,7 +28,6 @@ from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.errors import could_not_start
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES
-from asyncloader.observe.activity import Activity, activity
 from asyncloader.stack_text import stack_of
 from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
@@ -184,10 +182,6 @@ class LocalWorker(Worker):
         self._answering = self._dataset = None
         if owner is not None:
             owner.on_exit(self, expected)
-
-    def activity(self) -> Activity | None:
-        """Return what the thread does; None for a task."""
-        return None if self._thread is None else activity(Path(f"/proc/self/task/{self._thread.native_id}"))
 
     def wait_dead(self, timeout_s: float | None) -> bool:
         """Wait until it has ended, or was abandoned. Not on the loop thread."""
