@@ -100,14 +100,10 @@ class Backend(Generic[AnyWorker]):
         """Begin a new run over the data; tickets of the last one are forgotten."""
         raise NotImplementedError
 
-    def discard(self, worker: int) -> None:
-        """Kill or abandon this worker, whose end then is nobody's concern: another will take its place."""
-        raise NotImplementedError
-
     def add(self, worker: int, num_workers: int) -> None:
         """Start a worker under this id: one more, or in the place of another.
 
-        The other one has died, or was discarded or dismissed. The new one can be given tickets at once. Where that is
+        The other one has died, or was dismissed. The new one can be given tickets at once. Where that is
         not urgent it joins the run only when it tells that it is ready.
 
         Args:

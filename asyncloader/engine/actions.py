@@ -73,7 +73,7 @@ Action: TypeAlias = Fail | Vacate | tuple[str, Any] | tuple[str, int, float]
     ("join", worker)              tell the scheduler that it takes tickets from now on
     ("leave", worker)             tell the scheduler that it is to leave
     ("dismiss", worker)           let it go: it has nothing in hand
-    ("replace", worker)           start another process in the place of one that was lost
+    ("replace", worker, rest_s)   start another process in the place of one that was lost, after so many seconds
     ("discard", worker)           kill its process, whose end is nobody's concern then
     ("postpone", worker, rest_s)  have others do its work, and start it after so many seconds: there is no room for it
     ("give up", error)            no worker can be had: one error stands for everything that is not here yet

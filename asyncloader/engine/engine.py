@@ -126,7 +126,6 @@ class Engine:
         self._num_errors = 0
         self._is_settling = False  # the loop is about to call `_settle`
         self._to_start: deque[int] = deque()
-        self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
         self._heard_at = perf_counter()  # when the last outcome of a worker came
         self._hangs = HangWatch()
         self._watch: asyncio.TimerHandle | None = None
@@ -237,16 +236,10 @@ class Engine:
             if self._finisher is not None:
                 steps.callback(self._finisher.stop)
             steps.callback(self.run.meter.write_trace)
-            steps.callback(self._stop_timers)
+            if self._watch is not None:
+                steps.callback(self._watch.cancel)
             steps.callback(self._read_inbox)
             steps.callback(self.run.close)
-
-    def _stop_timers(self) -> None:
-        """Replace nobody any more, and look at nobody."""
-        for worker in tuple(self._rests):
-            self._cancel_rest(worker)
-        if self._watch is not None:
-            self._watch.cancel()
 
     def on_closed(self) -> None:
         """All workers are gone."""
@@ -336,11 +329,10 @@ class Engine:
     def _fill_places(self) -> None:
         """Have workers that have no process get one, and those go that are not wanted: a run has begun."""
         run, processes = self.run, self.pool.processes
-        without_process = {*self._rests, *self.recovery.take_vacant()}
-        for worker in without_process:
-            self._cancel_rest(worker)
+        for worker in sorted(self.workforce.wanted):
             if (process := processes.get(worker)) is not None:
-                self._carry_out(self.recovery.fill(process, run.start_of(worker)))
+                if not process.is_alive:
+                    self._carry_out(self.recovery.fill(process, run.start_of(worker)))
             elif run.scheduler.roster.takes(worker):
                 self._replace(worker)
             elif worker in self.workforce.coming:
@@ -555,10 +547,10 @@ class Engine:
                     self._leave(worker)
                 case "dismiss", worker:
                     self._dismiss(worker)
-                case "replace", worker:
-                    self._replace(worker)
+                case "replace", worker, rest_s:
+                    self._later(rest_s, self._replace, worker)
                 case "discard", worker:
-                    self.pool.discard(worker)
+                    self.pool.dismiss(worker, 0.0)
                 case "postpone", worker, rest_s:
                     self._postpone(worker, rest_s)
                 case "give up", error:
@@ -581,14 +573,11 @@ class Engine:
         self._came(ticket, item)
 
     def _vacate(self, action: Vacate) -> None:
-        """Tell the scheduler of a worker that was lost; another comes at once, or later."""
+        """Tell the scheduler of a worker that was lost."""
         run, worker = self.run, action.worker
         run.forget_given(worker)
-        actions = run.scheduler.vacated(action)
-        if worker in run.scheduler.resting:
-            self._rest(worker, action.rest_s)
         run.faults.timeouts += action.hung
-        self._carry_out(actions)
+        self._carry_out(run.scheduler.vacated(action))
 
     def _give_up(self, error: Exception) -> None:
         self._read_inbox()
@@ -616,14 +605,13 @@ class Engine:
 
     def _leave(self, worker: int) -> None:
         """Have a worker leave; one that was not started yet leaves what it was to get."""
-        if worker in self.pool.processes:
+        if self._is_there(worker):
             self.run.scheduler.leaving(worker)
         else:
             self.run.scheduler.lost(worker)
 
     def _dismiss(self, worker: int) -> None:
         """Let a worker go that has nothing in hand. If it is wanted, it was too large: another takes its place."""
-        self._cancel_rest(worker)
         self.pool.dismiss(worker, END_GRACE_S)
         if worker in self.workforce.wanted:
             self.run.meter.renewed(worker)
@@ -631,14 +619,15 @@ class Engine:
             self._start(worker)
 
     def _replace(self, worker: int) -> None:
-        """Put another in the place of a worker that was lost."""
+        """Put another in the place of a worker that was lost, unless that has been done, or is not to be any more."""
         run = self.run
-        if not self._is_at_work:
+        if not self._is_at_work or worker not in run.scheduler.active or self._is_there(worker):
             return
         if run.epoch.starts is not None:
             run.epoch.starts[worker] = run.tracks[worker].start
         if self._launch(worker):
             run.faults.replacements += 1
+            self._settle_soon()  # what has waited for it is sent
 
     def _launch(self, worker: int) -> bool:
         """Start a process under this id now or, if the system has no room for it, later; whether it is there."""
@@ -651,45 +640,36 @@ class Engine:
         return True
 
     def _not_launched(self, worker: int, error: Exception) -> None:
-        process = self.pool.processes.get(worker)  # the one that died, if the launch failed before all else
-        if not self._is_at_work or (process is not None and process.is_alive):
+        if not self._is_at_work or self._is_there(worker):
             return
         is_active = worker in self.run.scheduler.active
         decided = self.recovery.not_launched(worker, error, is_active=is_active, is_alone=self._is_alone())
         self._carry_out(decided)
         self._settle()
 
+    def _is_there(self, worker: int) -> bool:
+        """Whether a worker has a process that lives."""
+        process = self.pool.processes.get(worker)
+        return process is not None and process.is_alive
+
     def _is_alone(self) -> bool:
         """Whether no worker is there that takes tickets."""
-        takes = self.run.scheduler.roster.takes
-        return not any(process.is_alive and takes(worker) for worker, process in self.pool.processes.items())
+        return not any(map(self._is_there, self.run.scheduler.roster.takers))
 
     def _postpone(self, worker: int, rest_s: float) -> None:
         """Go on without a worker that there is no room for now, or that may find none."""
-        self._cancel_rest(worker)
         self.pool.dismiss(worker, 0.0)
         self.run.scheduler.lost(worker)
         if worker in self.workforce.wanted:
             self.workforce.coming.add(worker)
-            self._rest(worker, rest_s)
+            self._later(rest_s, self._start, worker)
 
-    def _rest(self, worker: int, rest_s: float) -> None:
-        """Have a worker get its next process later."""
-        self._rests[worker] = self._loop.call_later(rest_s, self._end_rest, worker)
-
-    def _end_rest(self, worker: int) -> None:
-        del self._rests[worker]
-        if worker in self.workforce.coming:
-            self._start(worker)
+    def _later(self, rest_s: float, method: Callable[[int], None], worker: int) -> None:
+        """Call a method after a rest, or at once without one. By then the worker may be there, or not wanted."""
+        if rest_s:
+            self._loop.call_later(rest_s, while_alive(method, None), worker)
         else:
-            self._replace(worker)
-            self.run.scheduler.rested(worker)
-            self._settle()
-
-    def _cancel_rest(self, worker: int) -> None:
-        """Wait no longer with the next process of a worker."""
-        if (timer := self._rests.pop(worker, None)) is not None:
-            timer.cancel()
+            method(worker)
 
     # ----------------------------------------------------------------------------------------- waits that are long
 
@@ -711,13 +691,13 @@ class Engine:
         """
         processes = self.pool.processes
         ticket = run.scheduler.awaited()
-        process = None if ticket is None else processes.get(ticket.worker)
-        if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being pinned
+        if ticket is None or not self._is_there(ticket.worker):  # that comes after a rest; or it is being pinned
             silent_s = perf_counter() - self._heard_at
-            waits_on = bool(run.scheduler.resting) or self.recovery.waits_on(timeout_s, silent_s)
+            waits_on = ticket is not None or self.recovery.waits_on(timeout_s, silent_s)
             why = late_keys(run.plan) if run.awaits_keys else ""
             run.answer(None if waits_on else timed_out(timeout_s, why=why))
             return
+        process = processes[ticket.worker]
         process.ask_stack(ticket.batch, lambda stack: run.answer(self._on_stack(timeout_s, ticket, process, stack)))
 
     def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:

@@ -115,13 +115,12 @@ class Recovery:
         self.num_workers = options.num_at_start
         self.has_lost_for_good = False
         self.is_first_run = True
-        self._vacant: set[int] = set()  # workers that died at the end of their data, and have no process
         self._failed_starts = 0
         self._losses = 0  # since the last outcome of any worker
         self._failed_launches: dict[int, int] = {}  # in a row, by worker
 
     def __repr__(self) -> str:
-        return f"<Recovery losses={self._losses} failed_starts={self._failed_starts} vacant={sorted(self._vacant)}>"
+        return f"<Recovery losses={self._losses} failed_starts={self._failed_starts}>"
 
     def ready(self, worker: int) -> None:
         """A worker has opened the dataset."""
@@ -131,11 +130,6 @@ class Recovery:
     def reset(self) -> None:
         """A worker has come to an outcome."""
         self._losses = 0
-
-    def take_vacant(self) -> set[int]:
-        """Return, once, who has no process because its data had ended: a run begins, with data for all."""
-        vacant, self._vacant = self._vacant, set()
-        return vacant
 
     # ------------------------------------------------------------------------------------------------------ deaths
 
@@ -162,7 +156,6 @@ class Recovery:
         if is_alone or not is_coming:  # otherwise the run does without the worker, however often it fails
             self._failed_starts += not process.is_ready
         if not (is_active or is_coming):  # only a later run needs another
-            self._vacant.add(process.worker_id)
             self.has_lost_for_good |= not (self._is_replaceable or self._has_initial_state)
             return []
         if is_active or is_alone:
@@ -201,7 +194,7 @@ class Recovery:
 
     def fill(self, process: Worker, start: WorkerStart | None) -> Sequence[Action]:
         """Another run has begun, and this worker, which was lost before, has no process."""
-        return [("replace", process.worker_id)] if self._can_replace(start) else self._lose_for_good(process)
+        return [("replace", process.worker_id, 0.0)] if self._can_replace(start) else self._lose_for_good(process)
 
     def _lose_for_good(self, process: Worker) -> list[Action]:
         self.has_lost_for_good = True

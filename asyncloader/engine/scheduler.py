@@ -54,7 +54,6 @@ class Scheduler:
         outbox: By worker, tickets that it has been given, and was not sent yet.
         roster: The workers, with `in_flight`, their tickets, and `active`, those that take tickets or still have some.
         run_ahead: Is told what batches take, and how large they are.
-        resting: Workers without a process for a moment.
         planned_count: Batches that were read, those before the run included.
         gone_count: Batches that were delivered or are void; in order this is the number of the awaited batch.
         void_count: Batches that are void.
@@ -78,7 +77,6 @@ class Scheduler:
         self._overlaps = options.tickets_at_once > 0
         self.roster = Roster(num_workers, first if next_worker is None else next_worker)
         self.in_flight, self.active = self.roster.in_flight, self.roster.active
-        self.resting: set[int] = set()
         self.delivered: list[Any] = []
         self.outbox: defaultdict[int, list[Ticket]] = defaultdict(list)
         self._idle: set[int] = set()  # workers that have returned their last ticket since the last look
@@ -169,7 +167,6 @@ class Scheduler:
 
     def exhausted(self, worker: int) -> None:
         """The worker's iterable dataset has ended: what the worker still has is void."""
-        self.resting.discard(worker)
         self.roster.retire(worker)
         for ticket in self._take_all(worker):
             self.ready(ticket.batch, VOID)
@@ -178,8 +175,8 @@ class Scheduler:
         """A worker has no process any more. Its tickets are tried again, given up or left out, as the options say.
 
         Where no other process takes its place, the worker held the state of an iterable dataset: it takes no more
-        tickets, and one error names those that it had. Where another one comes later, the worker is in `resting` until
-        `rested`. What was not sent to the worker is not blamed.
+        tickets, and one error names those that it had. Where another one comes, now or later, the worker goes on getting
+        tickets, which wait in `outbox` until they can be sent. What was not sent to the worker is not blamed.
 
         Args:
             gone: The worker, and how it ended.
@@ -196,11 +193,6 @@ class Scheduler:
             for ticket in tickets.values():
                 ticket.is_suspect = True
         return self._replace(gone, policy, blames_first=was_ready)
-
-    def rested(self, worker: int) -> None:
-        """The worker has a process again."""
-        self.resting.discard(worker)
-        self.roster.held.discard(worker)
 
     def joined(self, worker: int) -> None:
         """A worker has come, or one that was leaving stays after all: from now on it takes tickets."""
@@ -354,12 +346,9 @@ class Scheduler:
 
     def _vacate(self, gone: Vacate) -> None:
         """Note that the worker has no process, and take back tickets that were not sent to it."""
-        worker, roster = gone.worker, self.roster
-        roster.held.discard(worker)
+        worker = gone.worker
+        self.roster.held.discard(worker)
         self._queue(self.in_flight[worker].pop(ticket.batch) for ticket in self.outbox.pop(worker, ()))
-        if gone.rest_s and roster.takes(worker):  # nobody takes the place of one that was to leave
-            self.resting.add(worker)
-            roster.held.add(worker)
 
     def _recall(self, worker: int) -> list[Ticket]:
         """Take all that the worker has, in the order in which it got it."""
@@ -369,15 +358,14 @@ class Scheduler:
 
     def _forget(self, worker: int) -> list[Ticket]:
         """Let go of the worker; return what it had."""
-        self.resting.discard(worker)
         self.roster.retire(worker)
         tickets = self._recall(worker)
         del self.in_flight[worker]
         return tickets
 
-    def _successor(self, worker: int) -> list[Action]:
-        """Have the worker's place filled, unless that is to wait, or it is wanted no more."""
-        return [] if worker in self.resting or worker in self.roster.leaving else [("replace", worker)]
+    def _successor(self, gone: Vacate) -> list[Action]:
+        """Have the worker's place filled, unless it is wanted no more."""
+        return [] if gone.worker in self.roster.leaving else [("replace", gone.worker, gone.rest_s)]
 
     def _take_all(self, worker: int) -> list[Ticket]:
         """Take what the worker has, and what it was to be given again."""
@@ -395,7 +383,7 @@ class Scheduler:
         tickets = self._recall(gone.worker)
         if self._overlaps:
             tickets.sort(key=_batch)
-        actions = self._successor(gone.worker)
+        actions = self._successor(gone)
         if tickets and blames_first:
             # Tickets are taken in order, so blame the first. Where several overlap, those of a worker that died are
             # suspects; after a hang the first is the awaited one, or holds up the successor that has it.
@@ -413,7 +401,7 @@ class Scheduler:
     def _give_up(self, gone: Vacate) -> list[Action]:
         worker, replaceable = gone.worker, gone.replaceable
         tickets = self._recall(worker) if replaceable else self._take_all(worker)
-        actions = self._successor(worker) if replaceable else []
+        actions = self._successor(gone) if replaceable else []
         if not replaceable:
             self.roster.retire(worker)
         if tickets or not (replaceable or self.is_finished):

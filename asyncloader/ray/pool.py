@@ -282,10 +282,6 @@ class RayPool(Backend[RayWorker]):
         self.dismiss(worker, END_GRACE_S)
         self._start_one(worker, self._epoch_of_newcomer(num_workers))
 
-    def discard(self, worker: int) -> None:
-        """Kill this worker, whose end then is nobody's concern: another will take its place."""
-        self.processes[worker].kill()
-
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
         self._epoch = epoch

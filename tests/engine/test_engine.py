@@ -320,14 +320,56 @@ async def test_a_worker_that_there_was_no_room_for_is_started_with_the_next_run(
     """Whatever the run was made for: nothing waits for it any longer."""
     driven = Driven()
     driven.engine.workforce.want(3)
-    driven.engine._carry_out([("postpone", 2, 1000.0)])
+    driven.engine._carry_out([("postpone", 2, 0.2)])
     assert driven.pool.added == []
     driven.engine.push = driven.engine._next_runs.append  # type: ignore[method-assign]
     driven.engine.push(driven.make_run())
     driven.engine._read_inbox()
     await until(lambda: driven.pool.added)
-    assert [timer.cancelled() for timer in driven.loop.timers] == [True]
     assert driven.pool.added == [2]
+    await asyncio.sleep(0.3)  # its rest is over by then, and starts nobody once more
+    assert driven.pool.added == [2]
+
+
+def rests(worker: int, rest_s: float) -> Vacate:
+    """Return what is said of a worker that has died, and whose next process is to come after a rest."""
+    return Vacate(worker, lambda tickets: RuntimeError("it died"), rest_s=rest_s)
+
+
+async def test_what_is_for_a_worker_that_rests_waits_for_its_next_process() -> None:
+    """The worker that is lost meanwhile, or that is there by then, gets none."""
+    driven = Driven()
+    driven.plan(*([number] for number in range(4)))
+    driven.pool.processes[1].is_alive = False
+    driven.engine._carry_out([rests(1, 0.05)])
+    driven.engine._settle()
+    assert (driven.pool.added, driven.pool.sent) == ([], [(0, [0, 2]), (1, [1, 3])])
+    await until(lambda: driven.pool.added)
+    await asyncio.sleep(0)
+    assert driven.pool.sent[2:] == [(1, [1, 3])]
+    driven.engine._carry_out([rests(1, 0.05)])  # it has another process before the rest is over
+    await asyncio.sleep(0.1)
+    assert driven.pool.added == [1]
+    driven.pool.processes[1].is_alive = False
+    driven.engine._carry_out([rests(1, 0.05), ("leave", 1)])
+    driven.engine._settle()
+    await asyncio.sleep(0.1)
+    assert driven.pool.added == [1]
+    assert driven.pool.sent[3:] == [(0, [1, 3])]
+
+
+async def test_a_worker_that_died_at_the_end_of_its_data_has_another_process_in_the_next_run() -> None:
+    """And one that rests."""
+    driven = Driven()
+    for worker in (0, 1):
+        driven.pool.processes[worker].is_alive = False
+        driven.pool.processes[worker].worker_id = worker
+    driven.engine._carry_out([rests(1, 1000.0)])
+    driven.engine.push = driven.engine._next_runs.append  # type: ignore[method-assign]
+    driven.engine.push(driven.make_run())
+    driven.engine._read_inbox()
+    assert driven.pool.added == [0, 1]
+    assert driven.engine.run.faults.replacements == 2
 
 
 async def test_a_worker_that_has_grown_leaves_and_another_takes_its_place() -> None:

@@ -47,7 +47,8 @@ class Acting:
     """A scheduler that is settled after each event, as the engine does it. Events return all that is to be done.
 
     Attributes:
-        stalled: Workers that are sent nothing for a while: their tickets stay in the outbox.
+        stalled: Workers that are sent nothing for a while, such as those that rest before they have another process:
+            their tickets stay in the outbox.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -72,6 +73,8 @@ class Acting:
         decided, scheduler = event(*args, **facts), self._scheduler
         if event.__name__ == "ready" and len(args) == 3:
             scheduler.run_ahead.sized(args[2])
+        if event.__name__ == "vacated":
+            self.stalled |= {action[1] for action in decided if action[0] == "replace" and action[2]}
         done = [*(decided if isinstance(decided, list) else ()), *scheduler.assign()]
         done += map(Deliver, scheduler.delivered)
         scheduler.delivered.clear()
@@ -80,7 +83,7 @@ class Acting:
         return done + sorted(sent, key=lambda send: send.ticket.batch)
 
 
-EVENTS = {"planned", "ready", "exhausted", "vacated", "rested", "joined", "leaving", "lost"}
+EVENTS = {"planned", "ready", "exhausted", "vacated", "joined", "leaving", "lost"}
 
 
 class Reader:
@@ -284,9 +287,8 @@ class Model(RuleBasedStateMachine):
         """Kill a worker, at work or idle; its next process may have to wait."""
         if worker not in self.takers | self.leaving or worker in self.lost_workers | self.resting:
             return
-        is_leaving = worker in self.leaving
         rests = rests and self.is_replaceable
-        lost, unsent = self._lose(worker, rests and not is_leaving)
+        lost, unsent = self._lose(worker)
         if not self.is_replaceable:
             self.lost_workers.add(worker)
         was_ready = ready or not lost
@@ -301,7 +303,7 @@ class Model(RuleBasedStateMachine):
         if len(lost) > 1 and self.overlapping and self.on_crash != "raise" and self.is_replaceable:
             assert not self.fates.keys() & set(lost), "blamed among several"
 
-    def _lose(self, worker: int, rests: bool) -> tuple[list[int], list[int]]:
+    def _lose(self, worker: int) -> tuple[list[int], list[int]]:
         """Take what a worker has, and what has waited for its successor."""
         waiting = self.scheduler.outbox.get(worker, ())
         lost, unsent = [*self.at_work[worker]], [each.batch for each in waiting]
@@ -311,8 +313,6 @@ class Model(RuleBasedStateMachine):
         self.tracks[worker].forget_given()
         if self.is_replaceable:
             self.owed[worker] |= {*lost, *unsent}
-        if rests:
-            self.resting.add(worker)
         return lost, unsent
 
     @contextlib.contextmanager
@@ -327,9 +327,9 @@ class Model(RuleBasedStateMachine):
     @rule(rests=st.booleans())
     def hang(self, rests: bool) -> None:
         """Give up the worker that has the awaited batch."""
-        if (ticket := self.scheduler.awaited()) is None:
+        if (ticket := self.scheduler.awaited()) is None or ticket.worker in self.resting:
             return
-        lost, unsent = self._lose(ticket.worker, rests and ticket.worker not in self.leaving)
+        lost, unsent = self._lose(ticket.worker)
         at_work = min(lost) if self.overlapping else lost[0]
         self.has_hung = True
         with self._not_blamed(unsent):
@@ -344,8 +344,8 @@ class Model(RuleBasedStateMachine):
 
     def _end_rest(self, worker: int) -> None:
         self.resting.discard(worker)
-        self._apply([("replace", worker)])
-        self._apply(self.scheduler.rested(worker))
+        self._apply([("replace", worker, 0.0)])
+        self._succeed(worker)
 
     @precondition(lambda self: not self.is_iterable and not self.lost_workers)
     @rule(worker=st.integers(0, MOST_WORKERS - 1))
@@ -362,7 +362,7 @@ class Model(RuleBasedStateMachine):
     @rule(worker=st.integers(0, MOST_WORKERS - 1))
     def leave(self, worker: int) -> None:
         """Have a worker leave: it gets nothing more, and is dismissed when it has nothing in hand."""
-        if worker in self.takers and len(self.takers) > 1 and not self.lost_workers:
+        if worker in self.takers - self.resting and len(self.takers) > 1 and not self.lost_workers:
             self._succeed(worker)
             self.takers.discard(worker)
             self.leaving.add(worker)
@@ -375,7 +375,7 @@ class Model(RuleBasedStateMachine):
     def lose(self, worker: int) -> None:
         """Have a worker vanish, perhaps the last one: it is not to blame, nor is any batch."""
         if worker in self.takers | self.leaving and not self.lost_workers:
-            lost, unsent = self._lose(worker, False)
+            lost, unsent = self._lose(worker)
             lost += unsent
             fates, tries = dict(self.fates), {batch: self.tries.get(batch, 0) for batch in lost}
             self.takers.discard(worker)
@@ -430,14 +430,16 @@ class Model(RuleBasedStateMachine):
                     self._send(worker, ticket)
                 case Deliver(batch):
                     self._deliver(batch)
-                case ("replace", worker):
+                case ("replace", worker, rest_s):
                     assert not self.at_work[worker]
                     assert worker not in self.lost_workers | self.resting
-                    self.readers[worker] = Reader(self.tracks[worker].start)
+                    if rest_s:
+                        self.resting.add(worker)
+                    else:
+                        self.readers[worker] = Reader(self.tracks[worker].start)
                 case ("dismiss", worker):
                     assert not self.at_work[worker]
                     self.leaving.remove(worker)
-                    self.resting.discard(worker)
                 case Fail(tickets, _, at_once, leave_out):
                     assert not (at_once and leave_out)
                     self._fail(tickets, at_once)
@@ -698,14 +700,14 @@ def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:
 
 
 def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
-    """Also one that rests: what is kept for it is for others."""
+    """Of one that rests the engine says that it is lost: what was kept for it is for others."""
+    assert make().leaving(1) == [("dismiss", 1)]
     scheduler = make(on_timeout="retry")
     scheduler.planned(range(4))
     assert sent(scheduler.vacated(gone(1, rests=True, hung=True))) == []
-    actions = scheduler.leaving(1)
-    assert (actions[0], scheduler.window) == (("dismiss", 1), 2)
-    assert sent(actions) == [(0, 1), (0, 3)]
-    assert scheduler.rested(1) == []
+    assert [ticket.batch for ticket in scheduler.outbox[1]] == [1, 3]
+    assert sent(scheduler.lost(1)) == [(0, 1), (0, 3)]
+    assert scheduler.window == 2
     deciders.validate(scheduler)
 
 
@@ -747,10 +749,10 @@ def test_a_worker_that_dies_while_it_leaves_has_no_successor(on_crash: Any) -> N
     scheduler.leaving(1)
     actions = scheduler.vacated(gone(1, rests=True))
     assert ("dismiss", 1) in actions
+    assert "Replace" not in kinds(actions)
     failed = [ticket.batch for action in actions if isinstance(action, Fail) for ticket in action.tickets]
     assert failed == {"retry": [], "skip": [1], "raise": [1, 3]}[on_crash]
     assert sent(actions) == {"retry": [(0, 1), (0, 3)], "skip": [(0, 3)], "raise": []}[on_crash]
-    assert not scheduler.resting
     deciders.validate(scheduler)
 
 
@@ -956,7 +958,7 @@ def test_what_is_done_again_keeps_its_order() -> None:
 
 
 def test_the_end_of_a_stream_voids_what_was_to_be_done_again() -> None:
-    """Whether it waits for its turn, or behind what is for a worker that rests: other workers do not get it."""
+    """Whether it waits for its turn or for its worker: other workers do not get it."""
     scheduler = make(num_at_start=1, prefetch=4, tickets_at_once=4)
     scheduler.planned("abcd")
     assert sent(scheduler.vacated(gone(0))) == [(0, 0)]
@@ -965,9 +967,9 @@ def test_the_end_of_a_stream_voids_what_was_to_be_done_again() -> None:
     scheduler = make(tickets_at_once=4, on_timeout="retry")
     scheduler.planned("abcd")
     assert sent(scheduler.vacated(gone(0, rests=True, hung=True))) == []
-    assert sent(scheduler.vacated(gone(1, was_ready=False))) == []  # behind those of the worker that rests
+    assert sent(scheduler.vacated(gone(1, was_ready=False))) == [(1, 1), (1, 3)]
     scheduler.exhausted(1)
-    assert sent(scheduler.rested(0)) == [(0, 0), (0, 2)]
+    assert [ticket.batch for ticket in scheduler.outbox[0]] == [0, 2]
     assert scheduler.void_count == 0
     scheduler.returned(0, 0)
     scheduler.ready(0, "a")

@@ -156,13 +156,6 @@ class Pool(Backend[WorkerProcess]):
             raise
         self._heaps |= started
 
-    def discard(self, worker: int) -> None:
-        """Kill the process of this worker id, whose end then is nobody's concern: another will take its place."""
-        process = self.processes[worker]
-        if process.is_alive:
-            self._leaving.add(process)
-            process.kill()
-
     def add(self, worker: int, num_workers: int) -> None:
         """Start a process under this worker id: one more, or in the place of another, which is gone."""
         self.processes.pop(worker, None)  # whether or not another one can be started

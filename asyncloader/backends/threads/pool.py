@@ -46,12 +46,8 @@ class LocalPool(Backend[LocalWorker]):
         started.start(self._spec, epoch)
         return started
 
-    def discard(self, worker: int) -> None:
-        """Abandon this worker, whose end then is nobody's concern: another will take its place."""
-        self.processes[worker].kill()
-
     def add(self, worker: int, num_workers: int) -> None:
-        """Start a worker under this id: one more, or in the place of one that has ended or was discarded."""
+        """Start a worker under this id: one more, or in the place of one that has ended or was dismissed."""
         epoch = self._epoch_of_newcomer(num_workers if self._on_threads else 0)
         self.processes.pop(worker, None)
         self.processes[worker] = self._start_one(worker, epoch)

@@ -239,7 +239,7 @@ def test_outcomes_of_one_read_are_told_together_and_before_what_came_after_them(
     assert heard.reads == [2, 1]
 
     def kill(text: str) -> None:
-        pool.discard(0)
+        pool.dismiss(0, 0.0)
 
     process.on_awaits = kill  # type: ignore[method-assign]
     del heard.told[:]
@@ -388,8 +388,8 @@ def test_a_worker_that_dies_is_told_with_its_place(make: Make) -> None:
 def test_nothing_is_told_of_a_worker_that_was_discarded(make: Make) -> None:
     """Neither what it still says nor its end, which may come long after another has its place."""
     pool, heard, (first, _) = make()
-    pool.discard(0)
-    assert first.heard[1:] == ["killed"]
+    pool.dismiss(0, 0.0)
+    assert first.heard[1:] == [("end", 0.0)]
     pool.add(0, 2)
     first.outcome(left_out(0), epoch=0)
     first.say(Kind.READY)
@@ -397,11 +397,11 @@ def test_nothing_is_told_of_a_worker_that_was_discarded(make: Make) -> None:
     assert not pool.wait_dead(0.0)  # it is waited for as well
     first.exit()
     assert heard.told[2:] == []
-    pool.discard(0)  # the next one, which is gone before it could be killed
+    pool.dismiss(0, 0.0)  # the next one, which is gone before it could be killed
     Played.made[2].exit()
-    pool.discard(0)
+    pool.dismiss(0, 0.0)
     assert heard.told[2:] == []
-    assert Played.made[2].heard == ["launched", "killed"]
+    assert Played.made[2].heard == ["launched", ("end", 0.0)]
 
 
 def test_one_more_that_no_executor_can_have(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,12 +445,12 @@ def test_one_more_and_one_that_is_dismissed(make: Make) -> None:
 def test_an_end_that_was_asked_for_is_no_death(make: Make) -> None:
     """Nor is one that comes while the pool ends. The last end is told, those of discarded ones included, once."""
     pool, heard, (first, second) = make()
-    pool.discard(1)
+    pool.dismiss(1, 0.0)
     pool.add(1, 2)
     third = Played.made[2]
     first.exit(expected=True)
     pool.end(2.5)
-    assert (third.heard[1:], second.heard[1:]) == ([("end", 2.5)], ["killed", ("end", 2.5)])
+    assert (third.heard[1:], second.heard[1:]) == ([("end", 2.5)], [("end", 0.0), ("end", 2.5)])
     third.exit()
     assert heard.told[2:] == []
     second.exit()

@@ -146,9 +146,9 @@ async def test_nothing_is_told_of_a_worker_that_was_discarded(start: Start, kind
     pool.send(0, [(0, 1)])
     await until(lambda: dataset.at == [1])
     (discarded,) = pool.processes.values()
-    pool.discard(0)
-    assert discarded.state is WorkerState.DEAD
+    pool.dismiss(0, 0.0)
     pool.add(0, 1)
+    await until(lambda: discarded.state is WorkerState.DEAD)
     assert pool.processes[0] is not discarded
     pool.send(0, [(0, 2)])
     dataset.open()
