@@ -341,7 +341,13 @@ class Engine:
             self._controller.begin_run()
         self._due = 0.0
         self._carry_out(self.workforce.settle(run.scheduler.roster, processes))
+        self._look_who_is_up()
         self._renew_grown()
+
+    def _look_who_is_up(self) -> None:
+        """Note whether all workers have opened the dataset. Those that come later, or again, are not waited for."""
+        scheduler, processes = self.run.scheduler, self.pool.processes
+        scheduler.are_up |= all(worker in processes and processes[worker].is_ready for worker in scheduler.roster.takers)
 
     def on_outcomes(self, worker: int, came: Sequence[Came]) -> None:
         """Outcomes of tickets of this worker have come, with one read of its channel."""
@@ -467,6 +473,7 @@ class Engine:
         self.recovery.ready(worker)
         if self._is_at_work:
             self._carry_out(self.workforce.ready(worker, self.run.scheduler.roster))
+            self._look_who_is_up()
             self._settle()
 
     def on_died(self, worker: int, process: Worker) -> None:

@@ -54,6 +54,7 @@ class Scheduler:
         outbox: By worker, tickets that it has been given, and was not sent yet.
         roster: The workers, with `in_flight`, their tickets, and `active`, those that take tickets or still have some.
         run_ahead: Is told what batches take, and how large they are.
+        are_up: All workers have opened the dataset. Written by the engine; nothing is run ahead of before.
         planned_count: Batches that were read, those before the run included.
         gone_count: Batches that were delivered or are void; in order this is the number of the awaited batch.
         void_count: Batches that are void.
@@ -84,11 +85,12 @@ class Scheduler:
         self._again: list[tuple[int, Ticket]] = []  # a heap by batch, of those that workers had: all before the unsent
         self._parked: dict[int, Any] = {}
         self.planned_count = first
-        self.gone_count = self._first = first
+        self.gone_count = first
         self.void_count = 0
         self._plan_ended = False
         self._parked_bytes = 0
         self.run_ahead = RunAhead(options, is_allowed=runs_ahead)
+        self.are_up = False
         self.window = self._count_window()
         self.read_until = first + self.window
 
@@ -321,11 +323,11 @@ class Scheduler:
 
         The scheduler asks for one round of tickets, or for batches of microseconds for as many as hide the latency of
         asking, and for no more until the consumer has read that far. A consumer that does not wait does not read: then
-        training is what is slow. Nothing is asked for before the first batch, for which all consumers wait: workers may
-        be slow to start.
+        training is what is slow. Nothing is asked for before all workers are up, for some may be slow to start, and
+        others would read on without end; a first batch that is slow is one like others.
         """
         run_ahead = self.run_ahead
-        if self.gone_count == self._first or self._plan_ended or not run_ahead.is_possible:
+        if not self.are_up or self._plan_ended or not run_ahead.is_possible:
             return
         loads = self.roster.loads()
         if not loads or loads[0][0] >= run_ahead.low:

@@ -599,7 +599,9 @@ TestInterleavings.settings = settings(
 
 def make(first: int = 0, next_worker: int | None = None, **options: Any) -> Any:
     """Return a scheduler of two workers and a window of four, unless options say otherwise."""
-    return Acting(Scheduler(deciders.options(**options), first=first, next_worker=next_worker))
+    scheduler = Scheduler(deciders.options(**options), first=first, next_worker=next_worker)
+    scheduler.are_up = True
+    return Acting(scheduler)
 
 
 def sent(actions: list[Any]) -> list[tuple[int, int]]:
@@ -860,11 +862,18 @@ def test_run_ahead_lets_idle_workers_go_on() -> None:
     assert 10 < planned <= 20 + 2
 
 
-def test_nobody_runs_ahead_before_the_first_batch() -> None:
-    """Whoever waits for a worker that is slow to start does not find hundreds of batches read behind it."""
+def test_nobody_runs_ahead_before_all_workers_are_up() -> None:
+    """Whoever waits for a worker that is slow to start does not find hundreds of batches read behind it.
+
+    A first batch that is slow, with workers that are up, is run ahead of as any other.
+    """
     scheduler = make(max_buffered_bytes=1 << 40)
     scheduler.planned(range(4))
+    scheduler._scheduler.are_up = False
     assert run_ahead(scheduler, 1) == 4
+    scheduler = make(max_buffered_bytes=1 << 40)
+    scheduler.planned(range(4))
+    assert run_ahead(scheduler, 1) > 100
 
 
 def test_without_run_ahead_the_window_is_torchs() -> None:
