@@ -347,7 +347,7 @@ class Engine:
     def _look_who_is_up(self) -> None:
         """Note whether all workers have opened the dataset. Those that come later, or again, are not waited for."""
         scheduler, processes = self.run.scheduler, self.pool.processes
-        scheduler.are_up |= all(worker in processes and processes[worker].is_ready for worker in scheduler.roster.takers)
+        scheduler.are_up |= all(each in processes and processes[each].is_ready for each in scheduler.roster.takers)
 
     def on_outcomes(self, worker: int, came: Sequence[Came]) -> None:
         """Outcomes of tickets of this worker have come, with one read of its channel."""

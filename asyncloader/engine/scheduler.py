@@ -177,8 +177,8 @@ class Scheduler:
         """A worker has no process any more. Its tickets are tried again, given up or left out, as the options say.
 
         Where no other process takes its place, the worker held the state of an iterable dataset: it takes no more
-        tickets, and one error names those that it had. Where another one comes, now or later, the worker goes on getting
-        tickets, which wait in `outbox` until they can be sent. What was not sent to the worker is not blamed.
+        tickets, and one error names those that it had. Where another one comes, now or later, the worker goes on
+        getting tickets, which wait in `outbox` until they can be sent. What was not sent to the worker is not blamed.
 
         Args:
             gone: The worker, and how it ended.
