@@ -34,7 +34,8 @@ log = logging.getLogger("asyncloader")
 _RETRY_S = 0.5
 _ROOT = 0
 _NO_LEASE = -1
-_OF_LEASES = ("settle", "hand_over", "renew")
+_SETTLE = ("settle", "hand_over")
+_OF_LEASES = (*_SETTLE, "renew", "lost")
 
 
 class Door:
@@ -170,10 +171,10 @@ class _Connection:
         request.answer(None)
 
     def _with_lease(self, server: Link, request: Request, name: str, number: int, *made: Any) -> None:
-        """Settle, renew or hand over what was leased by the call of a number."""
+        """Settle, hand over, renew or watch what was leased by the call of a number."""
         leased = self._requests[number].outcome[0] if number in self._requests else None
         server.call(request, name, leased.lease if isinstance(leased, Leased) else _NO_LEASE, *made)
-        if name != "renew" and request.outcome[1] is None:
+        if name in _SETTLE and request.outcome[1] is None:
             del self._requests[number]
 
     def _answer(self, number: int, request: Request) -> None:

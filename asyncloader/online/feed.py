@@ -147,6 +147,14 @@ class Feed(Producers, SuppliesKeys[T]):
         """
         return FeedHandle(self._server.open_door().path, os.geteuid(), self._has_source)
 
+    def pause(self) -> None:
+        """Lease nothing until `resume`, while weights are sent to engines for example. What is leased may be put."""
+        self._server.pause(is_paused=True)
+
+    def resume(self) -> None:
+        """Lease again."""
+        self._server.pause(is_paused=False)
+
     def close(self, reason: str = "it was closed") -> None:
         """Take no more samples, and lease no more items; wake all who wait. What is there still goes to the trainer.
 

@@ -128,6 +128,7 @@ class Ledger:
         counts: Units by what became of them: "trained", "stale", "dropped", "failed". Beside these, "recycled" counts
             units that were too old and leased again, and "late" those that were trained beyond the bound.
         ages: Units that were trained, by how many versions they were old when their batch was due.
+        ended_leases: Leases that have ended, until somebody looks.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -139,6 +140,7 @@ class Ledger:
         self.source_over = self.closed = self.ended = False
         self.counts: Counter[str] = Counter()
         self.ages: Counter[int] = Counter()
+        self.ended_leases: list[int] = []
         self._running: dict[int, Unit] = {}  # by lease
         self._ready: dict[int, Unit] = {}  # by id, in the order in which they came
         self._order = _order_of(rules)  # in which those come; None for that in which they came
@@ -221,6 +223,14 @@ class Ledger:
             )
         return unit
 
+    def why_lost(self, lease: int) -> str:
+        """Return why nobody will take what is made of a lease; "" if somebody may."""
+        if (unit := self._running.get(lease)) is None:
+            return "the lease has ended"
+        if self.closed:
+            return "the feed is closed"
+        return "what is made of it is too old by now" if self._is_unfit(unit) else ""
+
     def put(self, samples: list[Any], version: int, cost: float, priority: float, lease: int | None = None) -> None:
         """Take the samples of a unit: of a lease, or new ones, where there is room.
 
@@ -274,6 +284,7 @@ class Ledger:
         del self._running[lease]
         _uncount(self._new_running, unit.version)
         unit.lease, self._choice = None, None
+        self.ended_leases.append(lease)
         return unit
 
     def _accept(self, unit: Unit) -> None:

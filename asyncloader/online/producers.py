@@ -140,6 +140,15 @@ class Producers:
     def version(self, version: int) -> None:
         self._answer_sync("update", version)
 
+    async def version_changed(self, version: int) -> int:
+        """Wait until the weights have another version than this one; return it.
+
+        Raises:
+            FeedClosedError: if the feed is closed meanwhile.
+        """
+        changed: int = await self._answer(Request(), lambda answer: False, "version_changed", version)
+        return changed
+
     def _link(self) -> Link:
         raise NotImplementedError
 
@@ -305,6 +314,21 @@ class Lease:
         if self._is_async:
             return self._producers._answer(Request(), bool, "renew", lease)
         return self._producers._answer_sync("renew", lease)
+
+    async def lost(self) -> str:
+        """Wait until nobody would take what is made of this item, so that it need not be made; return why.
+
+        The lease has ended, by its time limit for example; the sample would be too old, because the version has jumped;
+        or the feed is closed. A lease that was settled, or given back, has ended too.
+        """
+        leased = self._held()
+        if not leased.is_held:
+            return "the lease has ended"
+        try:
+            why: str = await self._producers._answer(Request(), lambda answer: False, "lost", leased.lease)
+        except FeedClosedError as error:
+            return str(error)
+        return why
 
     def drop(self) -> None:
         """Settle the item without samples.

@@ -36,7 +36,7 @@ from asyncloader.online.door import Door
 from asyncloader.online.errors import FeedClosedError, closed
 from asyncloader.online.forks import generation
 from asyncloader.online.ledger import NOTHING, Ledger, Rules, Unit
-from asyncloader.online.link import Leased, Request
+from asyncloader.online.link import VERSION, Leased, Request
 from asyncloader.online.source import WAITS, Source, written
 from asyncloader.online.stats import FeedStats, Stopwatch
 from asyncloader.signals import HandlersWait
@@ -95,6 +95,9 @@ class FeedServer:
         self._leasers: deque[Request] = deque()
         self._putters: deque[Request] = deque()
         self._readers: list[Request] = []
+        self._watchers: dict[int | None, list[Request]] = {}  # by what they watch
+        self._seen: Any = ()  # by all of them
+        self._is_paused = False
         self._closed_by = ""
         self._error: Exception | None = None  # of the source
         self._trainer_waits, self._producers_wait = Stopwatch(), Stopwatch()
@@ -169,6 +172,26 @@ class FeedServer:
             self.ledger.running(lease)
             self._limit(lease)
             self._answer(request, None)
+
+    def lost(self, request: Request, lease: int) -> None:
+        """Wait until nobody would take what is made of a lease; the answer says why."""
+        self._watch(request, lease, lambda: self.ledger.why_lost(lease) or WAITS)
+
+    def version_changed(self, request: Request, version: int) -> None:
+        """Wait until the weights have another version than this one, which is the answer."""
+
+        def attempt() -> Any:
+            if self.ledger.version != version:
+                return self.ledger.version
+            self._check_open()
+            return WAITS
+
+        self._watch(request, VERSION, attempt)
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Lease nothing, from now on or no more."""
+        with Change(self):
+            self._is_paused = is_paused
 
     def put(
         self, request: Request, many: list[Any], made: tuple[int, bool], cost: float | None, priority: float
@@ -276,7 +299,7 @@ class FeedServer:
     def withdraw(self, request: Request, *, failed: bool = False) -> None:
         """Have a call be answered now, by what it has come to so far. An item that it has leased is given back."""
         with Change(self):
-            for waiting in (self._leasers, self._putters, self._readers):
+            for waiting in (self._leasers, self._putters, self._readers, self._watchers.get(request.watches, [])):
                 if request in waiting:
                     waiting.remove(request)
                     self._answer(request, request.so_far)
@@ -322,6 +345,8 @@ class FeedServer:
         assert source is not None
         if ledger.closed:
             raise self._closed_error()
+        if self._is_paused:
+            return WAITS
         unit = ledger.lease() if ledger.pending and not ledger.ended else None
         # After the end there may be items again: another loop may find that prefetched samples are too old by now.
         while unit is None and ledger.has_room and not (ledger.ended or ledger.source_over or source.waits):
@@ -415,6 +440,7 @@ class FeedServer:
         with Change(self):
             ready, size, leased = self.ledger.num_ready, self.ledger.rules.size, self.ledger.num_running
         producers = f"producers have leases of {leased}" if leased else "no producer has a lease"
+        producers += ", and it is paused" * self._is_paused
         return "" if in_vain and leased else f"its feed has {ready} of {size} samples or groups, and {producers}"
 
     def _check_keeps_all(self, life: str, next_id: int) -> None:
@@ -517,6 +543,24 @@ class FeedServer:
         with Change(self):
             waiting.append(request)
 
+    def _watch(self, request: Request, watched: int, attempt: Callable[[], Any]) -> None:
+        """Have a request be answered when a lease has ended, or what all of them watch has changed."""
+        request.attempt, request.watches = attempt, watched
+        with Change(self):
+            if not self._try(request):
+                self._watchers.setdefault(watched, []).append(request)
+
+    def _tell_watchers(self) -> None:
+        """Answer those whose lease has ended; look at all if one of them may have something new to see."""
+        ledger = self.ledger
+        ended, ledger.ended_leases = ledger.ended_leases, []
+        seen = ledger.version, ledger.closed, ledger.ended, self._life
+        for watched in ended if seen == self._seen else tuple(self._watchers):
+            left = [request for request in self._watchers.pop(watched, ()) if not self._try(request)]
+            if left:
+                self._watchers[watched] = left
+        self._seen = seen
+
     def _answer(self, request: Request, answer: Any, error: Exception | None = None) -> None:
         request.outcome = answer, error
         vars(request).pop("attempt", None)  # which refers to the server
@@ -534,6 +578,7 @@ class FeedServer:
 
     def _serve(self) -> None:
         """Answer all who can be. What one is given may be what another one has waited for."""
+        self._tell_watchers()
         was_answered = True
         while was_answered:
             queues = [self._leasers, self._putters]

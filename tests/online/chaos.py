@@ -77,7 +77,15 @@ async def produce(source: Any, play: Play, seed: int) -> None:
     async for item in source.leases():
         with suppress(ZeroDivisionError):
             async with item:
-                await asyncio.sleep(draws.expovariate(1) * play.pace_s)
+                work = asyncio.create_task(asyncio.sleep(draws.expovariate(1) * play.pace_s))
+                if draws.random() < 0.3:  # nobody works on what is lost
+                    lost = asyncio.create_task(item.lost())
+                    await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+                    lost.cancel()
+                    if not work.done():
+                        work.cancel()
+                        continue
+                await work
                 drawn = draws.random()
                 if drawn < 0.1:
                     raise ZeroDivisionError
@@ -121,7 +129,10 @@ async def train(play: Play, seed: int, die_after: int | None) -> None:
         if die_after is not None and (die_after := die_after - 1) == 0:
             threading.Timer(random.Random(seed).uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGKILL)).start()
         await asyncio.sleep(play.step_s)  # batches are in flight meanwhile
+        feed.pause()  # while the weights are on their way
+        await asyncio.sleep(0)
         feed.version = max(step, feed.version)
+        feed.resume()
         if step % play.save_every == 0:
             state = loader.state_dict()
             (play.folder / "new").write_bytes(pickle.dumps((step, state)))
