@@ -26,10 +26,11 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 from asyncloader.online.errors import LeaseLostError
 from asyncloader.seeding.hashing import mix
@@ -147,6 +148,8 @@ class Ledger:
         self._batches: deque[list[Unit]] = deque()  # from number `done` on
         self._next_lease = 0
         self._choice: list[Unit] | None = None  # the next batch, if that is known
+        # Of states that are still to be written: units that have changed since, as they were.
+        self._kept: WeakKeyDictionary[Callable[[], Any], dict[int, Any]] = WeakKeyDictionary()
         # Units that were not trained yet, by version. Those that are partly made count as running.
         self._new_ready: Counter[int] = Counter()
         self._new_running: Counter[int] = Counter()
@@ -197,6 +200,7 @@ class Ledger:
         What is partly made has the version that it was begun with, and is begun anew if that is too old by now.
         """
         unit = self.pending.popleft() if item is NOTHING else self._admit(item)
+        self._keep(unit)
         unit.version = self.version
         if unit.partial:
             unit.version = unit.partial[1]
@@ -238,6 +242,7 @@ class Ledger:
             LeaseLostError: if the lease has ended.
         """
         unit = self._admit(NOTHING) if lease is None else self._end_lease(lease)
+        self._keep(unit)
         unit.samples, unit.version, unit.cost, unit.priority = samples, version, cost, priority
         self._accept(unit)
 
@@ -260,6 +265,7 @@ class Ledger:
         if lease not in self._running:
             return
         unit = self._end_lease(lease)
+        self._keep(unit)
         if partial is not NOTHING:
             unit.partial = partial, unit.version
         unit.tries += failed
@@ -314,6 +320,7 @@ class Ledger:
         self._choice = None
 
     def _settle(self, unit: Unit, outcome: str) -> None:
+        self._keep(unit)
         del self.units[unit.id]
         self.counts[outcome] += 1
         unit.samples = ()
@@ -374,6 +381,7 @@ class Ledger:
         while self.done < min(done, self.formed):
             self.done += 1
             for unit in self._batches.popleft():
+                self._keep(unit)
                 unit.uses += 1
                 if self._is_trained_again(unit, unit.uses):
                     self._make_ready(unit)
@@ -423,6 +431,7 @@ class Ledger:
             self._settle(unit, "trained")
         elif self.rules.on_stale == "recycle" and unit.item is not NOTHING:
             self.counts["recycled"] += 1
+            self._keep(unit)
             unit.samples = unit.partial = ()
             self.pending.append(unit)
         else:
@@ -503,8 +512,12 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------------- states
 
-    def state(self, done: int) -> dict[str, Any]:
-        """Return what is not settled as the batches before number `done` are trained. Units that run are pending."""
+    def state(self, done: int) -> Callable[[], dict[str, Any]]:
+        """Return what writes the state as of now, as the batches before number `done` are trained.
+
+        To write down each unit takes its time: that may be done without the lock, while the ledger goes on. Units that
+        run are pending in the state.
+        """
         trained = list(islice(self._batches, max(0, done - self.done)))
         formed = [unit.id for batch in islice(self._batches, len(trained), None) for unit in batch]
         counts = self.counts.copy()
@@ -517,16 +530,33 @@ class Ledger:
                 gone.add(unit.id)
                 counts["trained"] += 1
         used = {unit.id for unit in again}
-        return {
+        units, kept = list(self.units.values()), dict[int, Any]()
+        state = {
             "done": self.done + len(trained),
             "version": self.version,
             "next_id": self.next_id,
             "source_over": self.source_over,
             "counts": dict(counts),
             "ages": dict(self.ages),
-            "units": [_written(unit, unit.id in used) for unit in self.units.values() if unit.id not in gone],
             "ready": [*formed, *self._ready_ids, *(unit.id for unit in again)],
         }
+
+        def write() -> dict[str, Any]:
+            written = []
+            for unit in units:
+                if unit.id not in gone:
+                    now = _written(unit)
+                    written.append(_used(kept.get(unit.id, now), unit.id in used))  # kept before it was changed
+            return {**state, "units": written}
+
+        self._kept[write] = kept
+        return write
+
+    def _keep(self, unit: Unit) -> None:
+        """Have states that are still to be written have a unit as it is now, before it is changed."""
+        if self._kept:
+            for kept in self._kept.values():
+                kept.setdefault(unit.id, _written(unit))
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is. Leases that were given out before have ended."""
@@ -623,7 +653,7 @@ def _uncount(counts: Counter[int], version: int) -> None:
         del counts[version]
 
 
-def _written(unit: Unit, was_used: bool) -> tuple[Any, ...]:
+def _written(unit: Unit) -> tuple[Any, ...]:
     """Return the arguments to make a unit of."""
     item = () if unit.item is NOTHING else (unit.item,)
     return (
@@ -634,6 +664,11 @@ def _written(unit: Unit, was_used: bool) -> tuple[Any, ...]:
         unit.cost,
         unit.priority,
         unit.tries,
-        unit.uses + was_used,
+        unit.uses,
         unit.partial,
     )
+
+
+def _used(written: tuple[Any, ...], once_more: bool) -> tuple[Any, ...]:
+    """Return what makes a unit that was trained once more."""
+    return (*written[:-2], written[-2] + once_more, written[-1])

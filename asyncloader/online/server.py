@@ -254,9 +254,10 @@ class FeedServer:
         """Return the state before a step of an iterator; of one that is not the newest, as the next one would begin."""
         with Change(self):
             number = self.run.first + step if reader == self.run.reader else self._next_given()
-            units = self.ledger.state(number)
+            write = self.ledger.state(number)
             life = self._life
             place = None if self._source is None else self._source.place()
+        units = write()
         # As values, and no pickle: whoever trusts a file can tell by torch.load. In a tuple, which
         # torch.distributed.checkpoint does not look into, so the keys of two states are the same.
         return {

@@ -1190,6 +1190,19 @@ def test_a_state_is_copied_while_producers_and_the_trainer_go_on() -> None:
     assert [unit[0] for unit in units["units"]] == [0]
 
 
+def test_no_unit_is_written_down_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait: producers and the trainer go on while a state is written."""
+    feed, locked = Feed(batch_size=1, max_samples=1000), list[bool]()
+    written = ledger._written
+    monkeypatch.setattr(ledger, "_written", lambda unit: (locked.append(feed._server._lock.locked()), written(unit))[1])
+    for number in range(1000):
+        feed.put_nowait(number)
+    (units,) = feed.state_dict()["units"]
+    assert len(units["units"]) == 1000
+    assert locked == [False] * 1000
+    feed.close()
+
+
 def test_what_units_share_stays_shared_in_a_state() -> None:
     """It is there once, and a view is no more than it shows."""
     feed = Feed(batch_size=1, max_samples=64)

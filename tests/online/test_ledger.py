@@ -64,6 +64,7 @@ class Play(RuleBasedStateMachine):
         self.since_update = 0
         self.uses: Counter[int] = Counter()
         self.saved: Any = None
+        self.writing: list[Any] = []  # states that are written later, and what each has to be
         # The source, and the feed, end after so many items.
         self.ends_after, self.closes_after = (data.draw(st.sampled_from([0, 2, 5, 12])) for _ in range(2))
 
@@ -207,7 +208,9 @@ class Play(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         """A state is taken."""
-        state = pickle.dumps(self.ledger.state(self.first + self.given))
+        write = self.ledger.state(self.first + self.given)
+        state = pickle.dumps(write())
+        self.writing = [*self.writing[-3:], (write, state)]
         self.saved = state, self.items, self.uses.copy(), self.since_update
 
     @rule()
@@ -242,6 +245,12 @@ class Play(RuleBasedStateMachine):
         """Nothing is lost, nothing is there twice."""
         if hasattr(self, "ledger"):
             check(self.ledger)
+
+    @invariant()
+    def a_state_is_that_of_its_moment(self) -> None:
+        """Whenever it is written, and whatever has become of its units meanwhile."""
+        for write, state in getattr(self, "writing", ()):
+            assert write() == pickle.loads(state)
 
     @invariant()
     def nobody_waits_in_vain(self) -> None:
@@ -300,7 +309,7 @@ def test_a_state_does_not_train_again_what_is_too_old() -> None:
     ledger.put([0], 0, 1, 0)
     ledger.set_version(1)
     ledger.take()
-    state = ledger.state(1)
+    state = ledger.state(1)()
     ledger.finish(1)
     again = Ledger(rules)
     again.load(state)
