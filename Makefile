@@ -33,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test collect test-all matrix test-frameworks test-frameworks-with-ray test-frameworks-without-ray test-services test-ray soak lint typecheck docs bench build dist clean help
+.PHONY: demo test collect test-all matrix test-frameworks test-frameworks-with-ray test-frameworks-without-ray test-services test-ray soak lint typecheck docs bench bench-outsiders gpu compare-loaders build dist clean help
 
 demo: $(OWN_READY) ## one training, beside torch's loader: how long it waits, a worker that is killed, a resume
 	$(BIN)/python examples/demo.py
@@ -100,6 +100,21 @@ docs: $(READY) ## build the documentation into build/docs; check the links, run 
 bench: $(BENCH_READY) ## every benchmark in tests/benchmarks, one after the other (ARGS=--quick for a look)
 	@set -e; for script in $$(grep -l '^if __name__ == "__main__"' tests/benchmarks/*.py); do \
 		name=$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m tests.benchmarks.$$name $(ARGS); done
+
+bench-outsiders: $(BENCH_READY) ## other people's benchmarks, by their rules; all rounds go to docs/results (ARGS=--quick for a look)
+	@mkdir -p docs/results
+	$(BIN)/python -m tests.benchmarks.outsiders --json docs/results/outsiders.json $(ARGS)
+
+# Ten minutes at most, for a machine that is lent.
+gpu: $(READY) ## on a machine with a GPU: the tests that need one, and copies beside a training; results go to docs/results
+	@$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "there is no GPU"'
+	@mkdir -p docs/results
+	-timeout 240 $(BIN)/python -m pytest -q -m gpu --junitxml=docs/results/gpu-tests.xml tests/wrap tests/transport tests/conformance
+	timeout 330 $(BIN)/python -m tests.benchmarks.device --quick --json docs/results/gpu-device.json
+
+compare-loaders: $(BENCH_READY) ## what happens to five other loaders and ours when something goes wrong; makes docs/faults.md of it
+	$(BIN)/python -m asyncloader.testing.suite $(addprefix tests.faults.adapters:,Ours Torch Stateful Spdl Nodes Grain) --json docs/results/faults.json
+	$(BIN)/python docs/draw_faults.py docs/results/faults.json
 
 build: $(READY) ## wheel and source distribution in dist/
 	rm -rf dist

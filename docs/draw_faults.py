@@ -1,20 +1,25 @@
-"""Draw the table of docs/faults.md, what five loaders do when something goes wrong, as a grid of colours and signs.
+"""Make the table and the picture of docs/faults.md from what the suite of faults has seen.
 
-python docs/draw_faults.py
+python docs/draw_faults.py docs/results/faults.json    # `make compare-loaders` measures, then calls this
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import textwrap
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+
+from asyncloader.testing.suite import CASES
 
 DOCS = Path(__file__).resolve().parent
 
@@ -34,54 +39,70 @@ BAD = Verdict("#f28b82", "✘", "batches missing silently, a loop that hangs, or
 
 SLOWER_TIMES, SLOWER_S = 2, 0.5  # notably slower: takes more than so many times the least, and so much longer
 TIMES = re.compile(r"([\d.]+) s")
-HEAD_WIDTH, WIDTH = 1.95, 1.6
+HEAD_WIDTH, WIDTH = 2.3, 1.6
+BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
+NAMES = {
+    "tests.faults.adapters:Ours": "asyncloader",
+    "tests.faults.adapters:Torch": "torch",
+    "tests.faults.adapters:Stateful": "StatefulDataLoader",
+    "tests.faults.adapters:Spdl": "SPDL",
+    "tests.faults.adapters:Nodes": "torchdata.nodes",
+    "tests.faults.adapters:Grain": "Grain",
+}
 
 
-def judge(cell: str, least_s: float) -> Verdict:
-    """Judge a cell by its words, and its seconds by the least in its row."""
-    if "hangs" in cell or "ends as if" in cell or cell.startswith("not in"):
-        return BAD
-    if took := TIMES.fullmatch(cell):
-        took_s = float(took[1])
-        return SLOW if took_s > SLOWER_TIMES * least_s and took_s > least_s + SLOWER_S else GOOD
-    if cell.startswith("all ") or cell == "none":
-        return GOOD
-    return BAD if cell.isdigit() else LOUD
+def judge(found: dict[str, Any], least_s: float) -> Verdict:
+    """Give a cell the look of its verdict; its seconds are compared with the least in its row."""
+    took = TIMES.fullmatch(found["words"])
+    if took and float(took[1]) > max(SLOWER_TIMES * least_s, least_s + SLOWER_S):
+        return SLOW
+    return {"good": GOOD, "loud": LOUD, "bad": BAD}[found["verdict"]]
 
 
-def read() -> list[list[str]]:
-    """Return the rows between the marks of the page, the names of the loaders first."""
-    page = (DOCS / "faults.md").read_text()
-    measured = page.split("<!-- measured: begin -->")[1].split("<!-- measured: end -->")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in measured.splitlines() if line[:1] == "|"]
-    return rows[:1] + rows[2:]
+def write_table(report: dict[str, Any], names: list[str]) -> None:
+    """Put the table between the marks of the page."""
+    lines = [f"| what happens | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for case, cells in report.items():
+        lines.append(f"| {CASES[case]} | {' | '.join(cell['words'] for cell in cells.values())} |")
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchdata")).replace("+cpu", "")
+    lines += ["", f"Measured with {packages}, Python {sys.version.split()[0]}, Linux, two workers."]
+    lines += ["A program has 30 s, which are few for spawned workers (Grain's) on a busy machine.", ""]
+    page = DOCS / "faults.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(before + BEGIN + "\n".join(lines) + END + rest.partition(END)[2])
 
 
-def draw_row(axis: Axes, at: int, row: list[str]) -> None:
+def draw_row(axis: Axes, at: int, what: str, cells: list[dict[str, Any]]) -> None:
     """What goes wrong, and a cell for each loader."""
-    what, *cells = (cell.replace("`", "") for cell in row)
-    least_s = min((float(took[1]) for took in map(TIMES.fullmatch, cells) if took), default=0.0)
+    least_s = min((float(took[1]) for cell in cells if (took := TIMES.fullmatch(cell["words"]))), default=0.0)
     style = {"fontsize": 8, "va": "center", "linespacing": 1.15}
-    axis.text(0, -at - 0.5, textwrap.fill(what, 26, break_on_hyphens=False), **style)
+    axis.text(0, -at - 0.5, textwrap.fill(what.replace("`", ""), 34, break_on_hyphens=False), **style)
     for column, cell in enumerate(cells):
         left, verdict = HEAD_WIDTH + column * WIDTH, judge(cell, least_s)
         axis.add_patch(pyplot.Rectangle((left, -at), WIDTH, -1, facecolor=verdict.color, edgecolor="white"))
-        words = cell.replace(" batches", "").replace("ends as if all was well", "and ends, silent")
-        axis.text(left + 0.07, -at - 0.5, textwrap.fill(words, 20), **style)
+        words = (
+            cell["words"]
+            .replace("`", "")
+            .replace(" batches", "")
+            .replace("ends as if all was well", "and ends, silent")
+        )
+        axis.text(left + 0.07, -at - 0.5, textwrap.fill(words, 19), **style)
         axis.text(left + WIDTH - 0.06, -at - 0.07, verdict.sign, fontsize=9, ha="right", va="top", weight="bold")
 
 
 def main() -> None:
-    """Draw the head, the rows, and what colours and signs mean."""
-    (_, *loaders), *body = read()
-    figure, axis = pyplot.subplots(figsize=(9, 0.6 * len(body) + 1), layout="constrained")
-    for at, row in enumerate(body):
-        draw_row(axis, at, row)
+    """Write the table; draw the head, the rows, and what colours and signs mean."""
+    report = json.loads(Path(sys.argv[1]).read_text())
+    loaders = [NAMES.get(adapter, adapter) for adapter in next(iter(report.values()))]
+    write_table(report, loaders)
+    figure, axis = pyplot.subplots(figsize=(10.5, 0.6 * len(report) + 1), layout="constrained")
+    for at, (case, cells) in enumerate(report.items()):
+        draw_row(axis, at, CASES[case], list(cells.values()))
     for column, name in enumerate(loaders):
         weight = "bold" if name == "asyncloader" else "normal"
         axis.text(HEAD_WIDTH + column * WIDTH + 0.07, 0.12, name, fontsize=9, va="bottom", weight=weight)
     axis.set_xlim(0, HEAD_WIDTH + len(loaders) * WIDTH)
-    axis.set_ylim(-len(body), 0.5)
+    axis.set_ylim(-len(report), 0.5)
     axis.axis("off")
     verdicts = (GOOD, SLOW, LOUD, BAD)
     handles = [pyplot.Rectangle((0, 0), 1, 1, facecolor=verdict.color, edgecolor="#94a3b8") for verdict in verdicts]

@@ -22,7 +22,9 @@ from tests.support.nursery import Program
 pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).resolve().parents[1]
-AT_THE_TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+AT_THE_TOP = [
+    ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "SKILL.md", "llms.txt")
+]
 PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = [
     ROOT / "README.md",

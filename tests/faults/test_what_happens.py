@@ -1,31 +1,96 @@
-"""The table in docs/faults.md: what it says of our loader is what happens."""
+"""The suite of faults for any loader: what docs/faults.md says of ours is what happens, and what is bad is seen."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults import peers
+from asyncloader.testing import suite
 
-TIMED = {"break": 2.0, "interrupt": 5.0}  # cells with a time, and what it may be on a busy machine
+ROOT = Path(__file__).parents[2]
+OURS = "tests.faults.adapters:Ours"
+MEASURED = {"break", "interrupt", "leak"}  # figures, and no words
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return what `make compare-loaders` has seen, by case and adapter."""
+    found: dict[str, dict[str, Any]] = json.loads((ROOT / "docs" / "results" / "faults.json").read_text())
+    return found
 
 
 @pytest.mark.slow
-def test_every_row_is_true(tmp_path: Path) -> None:
-    """Each situation, in a program of its own."""
-    documented = peers.documented()
+@pytest.mark.timeout(400)  # thirteen programs, of which some wait for what hangs
+def test_what_was_recorded_of_ours_is_true() -> None:
+    """Each case, in a program of its own."""
     with ThreadPoolExecutor(2) as two_at_a_time:
-        seen = two_at_a_time.map(lambda what: peers.cell("asyncloader", what, tmp_path), peers.SITUATIONS)
-        measured = dict(zip(peers.SITUATIONS, seen, strict=True))
-    for what, most_s in TIMED.items():
-        assert float(measured.pop(what).removesuffix(" s")) < most_s
-        assert float(documented.pop(what).removesuffix(" s")) < most_s
-    assert measured == documented
+        seen = dict(
+            zip(suite.CASES, two_at_a_time.map(lambda case: suite.run_case(OURS, case), suite.CASES), strict=True)
+        )
+    for case, cells in recorded().items():
+        assert seen[case]["verdict"] == cells[OURS]["verdict"], (case, seen[case])
+        if case not in MEASURED:
+            assert seen[case]["words"] == cells[OURS]["words"]
 
 
-def test_all_loaders_and_situations_are_in_the_table() -> None:
-    """The page was written by the script as it is now."""
-    header = peers.PAGE.read_text().split(peers.BEGIN)[1].splitlines()[0]
-    assert [text.strip() for text in header.strip("|").split("|")] == ["what happens", *peers.LOADERS]
+def test_the_page_has_what_was_recorded() -> None:
+    """Every case in a line, with the words of each loader."""
+    page = (ROOT / "docs" / "faults.md").read_text()
+    assert list(recorded()) == list(suite.CASES)
+    for case, cells in recorded().items():
+        assert f"\n| {suite.CASES[case]} | {' | '.join(cell['words'] for cell in cells.values())} |\n" in page
+
+
+@pytest.mark.parametrize(
+    ("case", "events", "seen", "verdict"),
+    [
+        ("killed", [["batch", list(range(64))]], {"status": 0}, ("good", "all 16 batches")),
+        ("killed", [["batch", [0, 1]]], {"status": 0}, ("bad", "1 of 16 batches, ends as if all was well")),
+        ("killed", [["batch", [0]], ["error", "E"]], {"status": 0}, ("loud", "1 of 16 batches, `E`")),
+        ("killed", [["error", "E"], ["error", "E"]], {"hung": True}, ("loud", "0 of 16 batches, `E` 2 times, hangs")),
+        ("killed", [["batch", [0]]], {"hung": True}, ("bad", "1 of 16 batches, hangs")),
+        ("exit", [["batch", [0]]], {"status": 1}, ("loud", "1 of 16 batches")),
+        ("skip", [["batch", [n for n in range(64) if n != 30]]], {"status": 0}, ("good", "all but the sample")),
+        ("raise", [["batch", [n for n in range(64) if n != 30]]], {"status": 0}, ("bad", None)),
+        ("killed", [["batch", [0, *range(64)]]], {"status": 0}, ("bad", None)),  # a sample twice
+        ("break", [], {"seconds": None}, ("bad", "not in time")),
+        ("trainer killed", [], {"left": 2}, ("bad", "2")),
+        ("leak", [], {"most_mb": 900}, ("loud", "900 MB")),
+        ("resume", [], {"status": 1}, ("loud", "has no state, or refuses")),
+        ("resume", [["resumed", True, True]] * 4, {}, ("good", "4 of 4, to the bit")),
+        ("resume", [["resumed", True, False]] * 4, {}, ("loud", "4 of 4, other random numbers")),
+        ("resume", [["resumed", False, False]] * 4, {}, ("bad", "0 of 4 go on with the right samples")),
+        ("resume", [["resumed", True, True]] * 3, {"hung": True}, ("bad", "hangs")),
+    ],
+)
+def test_verdicts(case: str, events: list[Any], seen: dict[str, Any], verdict: tuple[str, str | None]) -> None:
+    """What is missing in silence is bad, and so is a hang; an error that says so is not."""
+    found = suite.judge(case, events, seen)
+    assert found[0] == verdict[0]
+    assert verdict[1] in (None, found[1])
+
+
+LOSES = """
+from asyncloader.testing.suite import Adapter
+
+class Loses(Adapter):
+    def make(self, dataset, case, **options):
+        return [[0.5, 1.5, 2.5, 3.5]]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_pytest_runs_the_suite_for_an_adapter(tmp_path: Path) -> None:
+    """As a plug-in: what is loud passes, what is missing in silence fails."""
+    (tmp_path / "mine.py").write_text(LOSES)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "asyncloader.testing.plugin", "-p", "no:cacheprovider"]
+    command += ["--pyargs", "asyncloader.testing.suite", "-k", "raise", "--loader", OURS, "--loader", "mine:Loses"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+    assert "1 of 16 batches, ends as if all was well" in done.stdout, done.stdout + done.stderr
+    assert "1 failed, 1 passed" in done.stdout

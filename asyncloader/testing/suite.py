@@ -1,0 +1,369 @@
+"""Faults and resumes for any loader: each case is a program of its own, in which one thing goes wrong.
+
+    python -m asyncloader.testing.suite my_adapters:Mine [...] --json found.json
+    pytest -p asyncloader.testing.plugin --pyargs asyncloader.testing.suite --loader my_adapters:Mine
+
+An adapter (`Adapter`) says how a loader is made. An epoch has 16 batches of 4 samples and two workers; what happens,
+happens at sample 30. A case is *good* if all batches come (or nothing is left behind, or a state is resumed exactly),
+*loud* if an error says that they do not, and *bad* if batches are missing in silence, the loop hangs, or processes are
+left. pytest fails what is bad. Linux only: processes are found in /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+__all__ = ["CASES", "Adapter", "judge", "run_case"]
+
+CASES = {
+    "killed": "A worker is killed (SIGKILL, the out-of-memory killer)",
+    "segmentation fault": "A native library crashes in a worker",
+    "exit": "A worker calls `os._exit(0)`",
+    "always killed": "A sample kills every worker that reads it",
+    "hang": "A sample hangs; a timeout of 1 s",
+    "raise": "A sample raises",
+    "skip": "A sample raises, and may be skipped",
+    "leak": "Each sample leaks 8 MiB: the most that a worker holds",
+    "break": "The loop is left after one batch: seconds until the workers are gone",
+    "trainer killed": "The trainer is killed (SIGKILL) while a worker is in a long sample: workers left after 2 s",
+    "interrupt": "Ctrl-C while a sample hangs: seconds until the program has ended",
+    "resume": "States in the middle of a shuffled epoch with random augmentation, resumed with as many workers",
+    "resume elsewhere": "The same, resumed with one worker in place of two",
+}
+BATCHES, BATCH_SIZE, FATAL, RESUMES = 16, 4, 30, 4
+LIMIT_S = 30.0
+_MOST_ERRORS = 3
+_LEAK_BYTES = 8 << 20
+_LEAK_BOUND_MB = 200
+
+_IN_A_SAMPLE: dict[str, Callable[[], object]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "always killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segmentation fault": lambda: ctypes.string_at(0),
+    "exit": lambda: os._exit(0),
+    "raise": lambda: 1 / 0,
+    "skip": lambda: 1 / 0,
+    **dict.fromkeys(("hang", "trainer killed", "interrupt"), lambda: time.sleep(3600)),
+}
+
+
+class Adapter:
+    """How the suite uses a loader. Only `make` has to be written; a loader without states raises in `state`."""
+
+    def make(self, dataset: Dataset[float], case: str, *, num_workers: int = 2, shuffle: bool = False) -> Any:
+        """Return a loader of batches of 4, in order, with the options that the case needs, where there are some."""
+        raise NotImplementedError
+
+    def state(self, loader: Any, iterator: Any) -> Any:
+        """Return the state of a loader of which `iterator` has given some batches."""
+        return loader.state_dict()
+
+    def load(self, loader: Any, state: Any) -> Iterator[Any]:
+        """Return an iterator of a new loader that goes on from the state."""
+        loader.load_state_dict(state)
+        return iter(loader)
+
+
+class Numbers(Dataset[float]):
+    """Each sample is its index, plus a random number below 1: the augmentation. Something may happen at sample 30.
+
+    Args:
+        case: What happens.
+        flag: A file that is made when it happens, so that it happens once.
+    """
+
+    def __init__(self, case: str, flag: str) -> None:
+        self.case = case
+        self.flag = flag
+        self.leaked: list[bytes] = []
+
+    def __repr__(self) -> str:
+        return "Numbers()"  # without an address: Grain's states have it
+
+    def __len__(self) -> int:
+        return BATCHES * BATCH_SIZE
+
+    def __getitem__(self, index: int) -> float:
+        if self.case == "leak":
+            self.leaked.append(os.urandom(1) * _LEAK_BYTES)
+        if index == FATAL and self.case in _IN_A_SAMPLE and self._may_happen():
+            _IN_A_SAMPLE[self.case]()
+        return index + torch.rand((), dtype=torch.float64).item()
+
+    def _may_happen(self) -> bool:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.flag, os.O_CREAT | os.O_EXCL))
+            return True
+        return self.case in ("always killed", "raise", "skip")
+
+
+# --------------------------------------------------------------------------------------------------- in the program
+
+
+def _say(*event: Any) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _program(adapter: Adapter, case: str, flag: str) -> None:
+    """Run one case; print what happens, a line each, as it happens."""
+    warnings.simplefilter("ignore")
+    if case.startswith("resume"):
+        _resume(adapter, num_workers=1 if case == "resume elsewhere" else 2)
+        return
+    iterator = iter(adapter.make(Numbers(case, flag), case))
+    errors = 0
+    while errors < _MOST_ERRORS:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            errors += 1
+            _say("error", type(error).__name__)
+            continue
+        _say("batch", [math.floor(number) for number in batch])
+        if case == "break":
+            del iterator, batch
+            _say("left")
+            sys.stdin.read()  # until the parent has seen the workers go
+            return
+
+
+def _resume(adapter: Adapter, num_workers: int) -> None:
+    def make(seed: int, num_workers: int) -> Any:
+        torch.manual_seed(seed)
+        return adapter.make(Numbers("", ""), "resume", num_workers=num_workers, shuffle=True)
+
+    loader = make(0, 2)
+    iterator = iter(loader)
+    batches, states = [], []
+    for batch in iterator:
+        batches.append(list(map(float, batch)))
+        states.append(pickle.dumps(adapter.state(loader, iterator)))
+    for done in range(1, BATCHES, BATCHES // RESUMES):
+        rest = [
+            list(map(float, batch)) for batch in adapter.load(make(done, num_workers), pickle.loads(states[done - 1]))
+        ]
+        samples = [[list(map(math.floor, batch)) for batch in each] for each in (rest, batches[done:])]
+        _say("resumed", samples[0] == samples[1], rest == batches[done:])
+
+
+# ----------------------------------------------------------------------------------------------------- in the parent
+
+
+def run_case(adapter: str, case: str) -> dict[str, Any]:
+    """Run one case in a program of its own.
+
+    Args:
+        adapter: ``module:class``.
+        case: One of `CASES`.
+
+    Returns:
+        Plain values: "verdict" ("good", "loud", "bad"), "words" for a table, and "events".
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        flag = Path(folder, "happened")
+        # Not as the main module, whose classes workers would have to be sent by value.
+        command = [
+            sys.executable,
+            "-c",
+            "from asyncloader.testing.suite import main; main()",
+            adapter,
+            "--program",
+            case,
+            str(flag),
+        ]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        seen: dict[str, Any] = {}
+        watch: Callable[..., None] = _WATCHES.get(case, _wait)
+        try:
+            watch(process, flag, seen)
+        finally:
+            for pid in (process.pid, *_workers(process.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            output = process.communicate()[0].decode()
+    events = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    verdict, words = judge(case, events, seen)
+    return {"verdict": verdict, "words": words, "events": events, **seen}
+
+
+def _wait(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any], limit_s: float = LIMIT_S) -> None:
+    try:
+        seen["status"] = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        seen["hung"] = True
+
+
+def _weigh(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
+    until, seen["most_mb"] = time.monotonic() + LIMIT_S, 0
+    while process.poll() is None and time.monotonic() < until:
+        for pid in _workers(process.pid):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                held = Path(f"/proc/{pid}/smaps_rollup").read_text().partition("Private_Dirty:")[2].split()[0]
+                seen["most_mb"] = max(seen["most_mb"], int(held) >> 10)
+        time.sleep(0.01)
+    _wait(process, flag, seen)
+
+
+def _watch_break(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
+    assert process.stdout is not None
+    with contextlib.suppress(ValueError):
+        while b"left" not in (process.stdout.readline() or b"left"):
+            pass
+    seen["seconds"] = _until(lambda: not _workers(process.pid), 10.0)
+
+
+def _kill(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
+    _until(flag.exists, LIMIT_S)
+    time.sleep(0.5)  # it has taken what was there, and waits
+    process.kill()
+    process.wait()
+    _until(lambda: not _workers(process.pid), 2.0)
+    seen["left"] = len(_workers(process.pid))
+
+
+def _interrupt(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
+    _until(flag.exists, LIMIT_S)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    seen["seconds"] = _until(lambda: process.poll() is not None, LIMIT_S)
+
+
+_wait_long = partial(_wait, limit_s=5 * LIMIT_S)  # loaders are started five times
+_WATCHES: dict[str, Callable[..., None]] = {
+    "leak": _weigh,
+    "break": _watch_break,
+    "trainer killed": _kill,
+    "interrupt": _interrupt,
+    "resume": _wait_long,
+    "resume elsewhere": _wait_long,
+}
+
+
+def _until(condition: Callable[[], bool], limit_s: float) -> float | None:
+    """Return how many seconds it took; None if it took too long."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() > began + limit_s:
+            return None
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def _workers(session: int) -> list[int]:
+    """Return the living processes of a program but for itself, whoever is their parent by now."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            is_helper = b"resource_tracker" in (folder / "cmdline").read_bytes()
+            if int(of) == session and state != "Z" and int(folder.name) != session and not is_helper:
+                found.append(int(folder.name))
+    return found
+
+
+def judge(case: str, events: list[Any], seen: dict[str, Any]) -> tuple[str, str]:
+    """Return the verdict of a case, and words for it."""
+    errors = [event[1] for event in events if event[0] == "error"]
+    if "most_mb" in seen:
+        return ("good" if seen["most_mb"] <= _LEAK_BOUND_MB else "loud"), f"{seen['most_mb']} MB"
+    if "left" in seen:
+        return ("bad", str(seen["left"])) if seen["left"] else ("good", "none")
+    if "seconds" in seen:
+        return ("bad", "not in time") if seen["seconds"] is None else ("good", f"{seen['seconds']:.2f} s")
+    if case.startswith("resume"):
+        return _judge_resumes([event[1:] for event in events if event[0] == "resumed"], seen)
+    batches = [event[1] for event in events if event[0] == "batch"]
+    samples = sorted(sample for batch in batches for sample in batch)
+    whole = list(range(BATCHES * BATCH_SIZE))
+    if samples == whole:
+        words = [f"all {BATCHES} batches"]
+    elif case == "skip" and samples == [sample for sample in whole if sample != FATAL]:
+        words = ["all but the sample"]
+    else:
+        words = [f"{len(batches)} of {BATCHES} batches"]
+    words += [f"`{errors[0]}`" + f" {len(errors)} times" * (len(errors) > 1)] if errors else []
+    if seen.get("hung"):  # where an error came before, a loop that does not go on after it is told
+        return ("loud" if errors else "bad"), ", ".join([*words, "hangs"])
+    if words[0].startswith("all"):
+        return "good", words[0]
+    return (
+        ("loud", ", ".join(words)) if errors or seen.get("status") else ("bad", f"{words[0]}, ends as if all was well")
+    )
+
+
+def _judge_resumes(resumes: list[Any], seen: dict[str, Any]) -> tuple[str, str]:
+    if seen.get("hung"):
+        return "bad", "hangs"
+    if not resumes:
+        return "loud", "has no state, or refuses"
+    samples, exact = (sum(each[at] for each in resumes) for at in (0, 1))
+    if exact == RESUMES:
+        return "good", f"{exact} of {RESUMES}, to the bit"
+    if samples == RESUMES:
+        return "loud", f"{samples} of {RESUMES}, other random numbers"
+    return "bad", f"{samples} of {RESUMES} go on with the right samples"
+
+
+# ------------------------------------------------------------------------------------- from the command line, in pytest
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    """Pytest's hook for this module: every case with every adapter."""
+    metafunc.parametrize("case", CASES)
+    metafunc.parametrize("loader", metafunc.config.getoption("--loader"))
+
+
+def test_no_silent_loss(loader: str, case: str) -> None:
+    """Batches all come, or an error says that they do not; nothing hangs, nothing is left."""
+    found = run_case(loader, case)
+    assert found["verdict"] != "bad", found["words"]
+
+
+def main() -> None:
+    """Measure adapters, print the matrix, and write it as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("adapters", nargs="+", metavar="MODULE:CLASS")
+    parser.add_argument("--json", type=Path, help="where all that was seen goes")
+    parser.add_argument("--program", nargs=2, metavar=("CASE", "FLAG"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.program:
+        module, _, name = arguments.adapters[0].partition(":")
+        _program(getattr(importlib.import_module(module), name)(), *arguments.program)
+        return
+    found: dict[str, dict[str, Any]] = {}
+    for case, words in CASES.items():
+        print(words, flush=True)
+        found[case] = {}
+        for adapter in arguments.adapters:
+            found[case][adapter] = each = run_case(adapter, case)
+            print(f"  {adapter:40} {each['verdict']:5} {each['words']}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Adapters of loaders for `asyncloader.testing.suite`: how each is made, and where its state is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import Dataset
+
+from asyncloader.testing.suite import BATCH_SIZE, Adapter
+
+
+class Ours(Adapter):
+    """asyncloader's, with the option for the case where there is one."""
+
+    def make(self, dataset: Dataset[float], case: str, *, num_workers: int = 2, shuffle: bool = False) -> Any:
+        from asyncloader import DataLoader
+
+        options: dict[str, dict[str, Any]] = {
+            "hang": {"timeout": 1, "on_timeout": "retry"},
+            "skip": {"on_error": "skip"},
+            "leak": {"max_worker_memory": "100MB"},
+        }
+        return DataLoader(dataset, BATCH_SIZE, shuffle, num_workers=num_workers, **options.get(case, {}))
+
+
+class Torch(Adapter):
+    """torch's own. It has no states."""
+
+    loader_class: Any = torch.utils.data.DataLoader
+
+    def make(self, dataset: Dataset[float], case: str, *, num_workers: int = 2, shuffle: bool = False) -> Any:
+        return self.loader_class(dataset, BATCH_SIZE, shuffle, num_workers=num_workers, timeout=case == "hang")
+
+
+class Stateful(Torch):
+    """torchdata's StatefulDataLoader."""
+
+    def make(self, dataset: Dataset[float], case: str, *, num_workers: int = 2, shuffle: bool = False) -> Any:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        self.loader_class = StatefulDataLoader
+        return super().make(dataset, case, num_workers=num_workers, shuffle=shuffle)
+
+
+class Spdl(Adapter):
+    """SPDL's loader with torch's interface. It has no states."""
+
+    def make(self, dataset: Dataset[float], case: str, *, num_workers: int = 2, shuffle: bool = False) -> Any:
+        from spdl.dataloader import get_pytorch_dataloader
+
+        timeout = 1 if case == "hang" else None
+        return get_pytorch_dataloader(
+            dataset, BATCH_SIZE, shuffle, num_workers=num_workers, timeout=timeout, in_order=True
+        )
+
+
+class Nodes(Adapter):
+    """torchdata.nodes: forked workers make whole batches."""
+
+    def make(self, dataset: Dataset[float], case: str, *, num_workers: int = 2, shuffle: bool = False) -> Any:
+        import torchdata.nodes as tn
+
+        seeded = torch.Generator().manual_seed(0)  # a sampler of torch's has no state, and is drawn again
+        sampler: torch.utils.data.Sampler[int] = torch.utils.data.SequentialSampler(dataset)  # type: ignore[arg-type]
+        if shuffle:
+            sampler = torch.utils.data.RandomSampler(dataset, generator=seeded)  # type: ignore[arg-type]
+        keys = tn.Batcher(tn.SamplerWrapper(sampler), BATCH_SIZE)
+        made = tn.ParallelMapper(keys, _Fetch(dataset), num_workers, method="process", multiprocessing_context="fork")
+        return tn.Loader(made)
+
+
+class _Fetch:
+    def __init__(self, dataset: Dataset[float]) -> None:
+        self.dataset = dataset
+
+    def __call__(self, keys: list[int]) -> torch.Tensor:
+        return torch.tensor([self.dataset[key] for key in keys], dtype=torch.float64)
+
+
+class Grain(Adapter):
+    """Grain's DataLoader. Its workers are spawned, and its iterators have the states."""
+
+    def make(self, dataset: Dataset[float], case: str, *, num_workers: int = 2, shuffle: bool = False) -> Any:
+        import grain
+
+        sampler = grain.samplers.IndexSampler(len(dataset), shuffle=shuffle, num_epochs=1, seed=0)  # type: ignore[arg-type]
+        batch = grain.transforms.Batch(BATCH_SIZE)
+        return grain.DataLoader(data_source=dataset, sampler=sampler, operations=[batch], worker_count=num_workers)
+
+    def state(self, loader: Any, iterator: Any) -> Any:
+        return iterator.get_state()
+
+    def load(self, loader: Any, state: Any) -> Iterator[Any]:
+        iterator: Iterator[Any] = iter(loader)
+        iterator.set_state(state)  # type: ignore[attr-defined]
+        return iterator
