@@ -44,7 +44,7 @@ def json_lines(path: Path, start: int) -> Iterator[Any]:
     Returns:
         An iterator over the values of lines; in place of one that is no JSON, the ValueError.
     """
-    return _lines(path, start, json.loads)
+    return _lines(path, start, _parsed)
 
 
 def parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
@@ -62,6 +62,13 @@ def parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
             if start < count:
                 yield from file.read_row_group(group).slice(start).to_pylist()
             start = max(0, start - count)
+
+
+_decode = json.JSONDecoder().decode
+
+
+def _parsed(line: bytes) -> Any:
+    return _decode(line.decode().lstrip("\ufeff"))  # `json.loads` looks for encodings, for a fifth of its time
 
 
 def _lines(path: Path, start: int, parse: Callable[[bytes], Any]) -> Iterator[Any]:

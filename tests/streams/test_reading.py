@@ -30,7 +30,7 @@ def written(path: Path, data: bytes) -> Path:
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 def test_lines_are_read_from_any_number_on(ending: str, tmp_path: Path) -> None:
     """A bad line of JSON is an error in its place; compressed files are read as they are, to their end."""
-    path = written(tmp_path / f"lines.jsonl{ending}", b'{"a": 1}\n[2]\r\n{bad\n"last"')
+    path = written(tmp_path / f"lines.jsonl{ending}", b'\xef\xbb\xbf{"a": 1}\n[2]\r\n{bad\n"last"')
     assert [*text_lines(path, 1)] == ["[2]", "{bad", '"last"']
     first, second, bad, last = json_lines(str(path), 0)
     assert (first, second, type(bad), last) == ({"a": 1}, [2], json.JSONDecodeError, "last")
