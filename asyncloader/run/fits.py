@@ -13,6 +13,7 @@ from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.plan import is_elastic, order_generators, samplers_within
 from asyncloader.run.state import LoaderState
+from asyncloader.samplers.mixture import has_more_sources
 
 _ADVICE = {
     "num_replicas": (
@@ -61,12 +62,19 @@ def check(state: LoaderState, options: Options) -> None:
         saved["num_workers"], here["num_workers"] = len(starts), options.num_at_start
     free = {"samplers", "datasets"}  # which are compared one by one
     free |= set() if state.ahead else {"division"}
+    parts = {name: (json.loads(saved[name]), json.loads(here[name])) for name in ("samplers", "datasets")}
+    pairs = zip(*parts["samplers"], strict=False)
+    if any(
+        has_more_sources(one, other.get("lengths", [])) for one, other in pairs
+    ):  # of a mixture: it checks the others
+        del parts["datasets"]
+        free |= {"dataset_length"}
     identity.check(saved, here, free=free, advice=_ADVICE)
-    for name in ("samplers", "datasets"):
-        ours, now = json.loads(saved[name]), json.loads(here[name])
+    for name, (ours, now) in parts.items():
         identity.check(*({name: [one["kind"] for one in each]} for each in (ours, now)))
         for one, other in zip(ours, now, strict=True):
-            identity.check(one, other, free=identity.RANKS if state.is_between_runs else ())
+            free = {"lengths", "by"} if has_more_sources(one, other.get("lengths", [])) else set()
+            identity.check(one, other, free=free | set(identity.RANKS) if state.is_between_runs else free)
 
 
 def describe(options: Options) -> dict[str, Any]:

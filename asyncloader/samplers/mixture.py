@@ -31,7 +31,8 @@ class MixtureSampler(OrderedSampler):
     In every 1,000 samples of all ranks together (the first 1,000 of the same weights, the next ...) each source has its
     share to within one sample, spread evenly; what is rounded evens out over time. A source that comes to its end
     begins anew in another order. Nothing is stored of the order: memory and states are as small for any lengths, and a
-    state, of any one rank, is resumed on any number of ranks.
+    state, of any one rank, is resumed on any number of ranks. A mixture without an end may have more sources then, at the
+    end of the list: those that were there go on, and from there on its own weights hold, as by `set_weights`.
 
     Called from the thread that reads it.
 
@@ -40,6 +41,8 @@ class MixtureSampler(OrderedSampler):
         weights: The share of each source, in any unit: `[7, 2, 1]`. Or a curriculum: pairs of the sample, counted
             over all ranks, from which on weights hold, and these weights:
             `[(0, [1, 0]), (50_000, [1, 1])]`. By default sources are weighted by their lengths.
+        by: What the samples of each source cost: for each an array, such as their numbers of tokens, or the mean. Then
+            weights are shares of that, exact over whole epochs of a source. Without it they are shares of samples.
         stop: Where an epoch ends: "first" when a source has come to its end and would begin anew, "all" when every
             source has been gone through at least once, None never.
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
@@ -58,6 +61,7 @@ class MixtureSampler(OrderedSampler):
         lengths: Sequence[int | Sized] | ConcatDataset[Any],
         weights: Weights | None = None,
         *,
+        by: Sequence[Any] | None = None,
         stop: Stop | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -79,12 +83,17 @@ class MixtureSampler(OrderedSampler):
             raise ConfigurationError(f"lengths should name sources, with no less than 0 samples: {self.lengths}")
         self.stop = stop
         self.shuffle = shuffle
-        self._begin(stages_of(self.lengths if weights is None else weights))
+        self._costs = None if by is None else [float(np.mean(own)) for own in by]
+        if self._costs and (
+            len(self._costs) != len(self.lengths) or not all(0 < cost < math.inf for cost in self._costs)
+        ):
+            raise ConfigurationError(f"by should be the costs of {len(self.lengths)} sources, above 0: {self._costs}")
+        self._begin(stages_of(self._shares(self.lengths, 1) if weights is None else weights))
 
     @property
     def weights(self) -> list[tuple[int, list[float]]]:
         """The weights, and from which sample on they hold."""
-        return [(stage.start, list(stage.weights)) for stage in self._schedule.stages]
+        return [(at, [*own]) for at, own in self._stages]
 
     def set_weights(self, weights: Sequence[float], at: int) -> None:
         """Let other weights hold from a sample on, which is recorded in states. All ranks have to say the same.
@@ -104,12 +113,12 @@ class MixtureSampler(OrderedSampler):
             raise ConfigurationError(
                 "weights can be set on the way where stop=None; otherwise name them all at construction"
             )
-        at, last = count_of(_AT, at, least=0), self._schedule.stages[-1].start
+        at, last = count_of(_AT, at, least=0), self._stages[-1][0]
         if at < last:
             raise ConfigurationError(f"weights can't be set from sample {at} on: from {last} on others were set before")
         self._check(weights)
         with self._changed_from(at):
-            self._schedule.add(at, weights)
+            self._add(at, weights)
 
     def order(self) -> Order:
         """Return the order of the epoch that is set. `set_weights` changes it after what was read."""
@@ -136,22 +145,39 @@ class MixtureSampler(OrderedSampler):
             StateMismatchError: if the state is of other sources, or a later version.
         """
         super().load_state_dict(state)
-        mine = [list(stage) for stage in self.weights]
-        if state["weights"] != mine:
+        mine, saved, at = self.weights, [(at, [*own]) for at, own in state["weights"]], state["cursor"]
+        if num_new := len(self.lengths) - len(state["lengths"]):
+            before = [(start, own + [0.0] * num_new) for start, own in saved if start < at]
+            here = [own for start, own in mine if start <= at][-1]
+            self._begin([*before, (at, here), *((start, own) for start, own in mine if start > at)])
+        elif saved != mine:
             log.warning(
                 "The state was taken with weights %s, which the mixture goes on with; it was made with %s. Use "
                 "set_weights to change them from here on.",
-                state["weights"],
+                saved,
                 mine,
             )
-            self._begin(state["weights"])
+            self._begin(saved)
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        is_more = self.stop is None and has_more_sources(state, self.lengths)
+        more = {"lengths": self.lengths, "by": self._costs} if is_more else {}
+        super()._check_state({**state, **more})
 
     def _begin(self, stages: Sequence[Any]) -> None:
-        self._schedule = Schedule()
+        self._schedule, self._stages = Schedule(), list[tuple[int, list[float]]]()
         for at, weights in stages:
             self._check(weights)
-            self._schedule.add(at, weights)
+            self._add(at, weights)
         self._length = self._find_end()
+
+    def _add(self, at: int, weights: Sequence[float]) -> None:
+        self._schedule.add(at, self._shares(weights, -1))
+        self._stages = [*(stage for stage in self._stages if stage[0] < at), (at, [*map(float, weights)])]
+
+    def _shares(self, weights: Sequence[float], power: int) -> list[float]:
+        """Return weights times a power of what samples cost."""
+        return [own * cost**power for own, cost in zip(weights, self._costs or [1] * len(weights), strict=True)]
 
     def _check(self, weights: Sequence[float]) -> None:
         _check_order(weights)
@@ -188,10 +214,16 @@ class MixtureSampler(OrderedSampler):
         return max(cast("list[int]", lasts)) + 1
 
     def _state_identity(self) -> dict[str, Any]:
-        return {**super()._state_identity(), "lengths": self.lengths}
+        return {**super()._state_identity(), "lengths": self.lengths, "by": self._costs}
 
     def _whole_state(self, bare: dict[str, Any]) -> dict[str, Any]:
         return {**bare, "weights": [list(stage) for stage in self.weights]}
+
+
+def has_more_sources(saved: Mapping[str, Any], lengths: Sequence[int]) -> bool:
+    """Whether sources were added at the end of those that a state, or an identity, is of."""
+    known = saved.get("lengths")
+    return isinstance(known, list) and len(known) < len(lengths) and known == lengths[: len(known)]
 
 
 def _check_order(weights: Any) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, SequentialSampler, TensorDataset
 
+import asyncloader
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import BlockShuffleSampler, ElasticSampler, MixtureSampler
 from tests.samplers.legs import draw
@@ -267,6 +268,54 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     """At construction, with what is wrong."""
     with pytest.raises(ConfigurationError, match=message):
         MixtureSampler(**options)
+
+
+def test_shares_are_of_what_samples_cost() -> None:
+    """By an array for each source, or its mean; also of weights that change."""
+    draw = np.random.default_rng(0)
+    costs = [draw.integers(500, 1500, 300), draw.integers(1, 20, 4000)]
+    for by in (costs, [float(own.mean()) for own in costs]):
+        sampler = MixtureSampler([300, 4000], [(0, [1, 3]), (40_000, [1, 1])], by=by)
+        samples = np.array([*itertools.islice(sampler, 60_000)])
+        cost = np.concatenate(costs)[samples]
+        for part, share in ((slice(0, 40_000), 0.25), (slice(40_000, None), 0.5)):
+            assert abs(cost[part][samples[part] < 300].sum() / cost[part].sum() - share) < 0.03
+        assert sampler.weights == [(0, [1, 3]), (40_000, [1, 1])]
+    for bad in ([1.0], [1.0, 0.0], [1.0, float("nan")]):
+        with pytest.raises(ConfigurationError, match="by should be"):
+            MixtureSampler([3, 4], [1, 1], by=bad)
+
+
+@pytest.mark.parametrize("weight", [0.0, 2.0])
+def test_sources_may_be_added_at_a_resume(weight: float) -> None:
+    """Those that were there go on where they were, in the sampler's states and in the loader's; on other ranks, too."""
+    lengths = [50, 70]
+    datasets = [TensorDataset(torch.arange(length)) for length in (*lengths, 90)]
+    begun = MixtureSampler(lengths, [1, 1])
+    whole = [*itertools.islice(begun, 400)]
+    loader = asyncloader.DataLoader(ConcatDataset(datasets[:2]), 4, sampler=MixtureSampler(lengths, [1, 1]))
+    given = list(itertools.islice(loader, 10))
+    more = MixtureSampler([*lengths, 90], [1, 1, weight])
+    other = asyncloader.DataLoader(ConcatDataset(datasets), 4, sampler=more)
+    other.load_state_dict(loader.state_dict())
+    assert len(given) == 10
+    assert len([*itertools.islice(other, 5)]) == 5
+    ranks = [MixtureSampler([*lengths, 90], [1, 1, weight], num_replicas=2, rank=rank) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(json.loads(json.dumps(begun.state_after(40))))
+    found = [index for pair in zip(*(itertools.islice(rank, 300) for rank in ranks), strict=True) for index in pair]
+    old = [index for index in found if index < 120]
+    for first, last in ((0, 50), (50, 120)):  # each goes on in its order
+        own = [[index for index in part if first <= index < last] for part in (whole[40:], old)]
+        count = min(map(len, own))
+        assert own[0][:count] == own[1][:count]
+    assert abs(len(found) - len(old) - 600 * weight / (2 + weight)) < 3
+    again = MixtureSampler([*lengths, 90], [1, 1, weight])
+    again.load_state_dict(ranks[0].state_after(100))
+    assert [*itertools.islice(again, 100)] == found[200:300]
+    ends = MixtureSampler(lengths, [1, 1], stop="all")
+    with pytest.raises(StateMismatchError, match="lengths"):
+        MixtureSampler([*lengths, 90], [1, 1, 1], stop="all").load_state_dict(ends.state_dict())
 
 
 def test_a_state_of_another_mixture_is_refused() -> None:
