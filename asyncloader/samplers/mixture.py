@@ -31,8 +31,8 @@ class MixtureSampler(OrderedSampler):
     In every 1,000 samples of all ranks together (the first 1,000 of the same weights, the next ...) each source has its
     share to within one sample, spread evenly; what is rounded evens out over time. A source that comes to its end
     begins anew in another order. Nothing is stored of the order: memory and states are as small for any lengths, and a
-    state, of any one rank, is resumed on any number of ranks. A mixture without an end may have more sources then, at the
-    end of the list: those that were there go on, and from there on its own weights hold, as by `set_weights`.
+    state, of any one rank, is resumed on any number of ranks. A mixture without an end may have more sources then, at
+    the end of the list: those that were there go on, and from there on its own weights hold, as by `set_weights`.
 
     Called from the thread that reads it.
 

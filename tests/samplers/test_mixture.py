@@ -292,7 +292,7 @@ def test_sources_may_be_added_at_a_resume(weight: float) -> None:
     lengths = [50, 70]
     datasets = [TensorDataset(torch.arange(length)) for length in (*lengths, 90)]
     begun = MixtureSampler(lengths, [1, 1])
-    whole = [*itertools.islice(begun, 400)]
+    whole = [*itertools.islice(begun, 1040)]
     loader = asyncloader.DataLoader(ConcatDataset(datasets[:2]), 4, sampler=MixtureSampler(lengths, [1, 1]))
     given = list(itertools.islice(loader, 10))
     more = MixtureSampler([*lengths, 90], [1, 1, weight])
@@ -303,13 +303,13 @@ def test_sources_may_be_added_at_a_resume(weight: float) -> None:
     ranks = [MixtureSampler([*lengths, 90], [1, 1, weight], num_replicas=2, rank=rank) for rank in range(2)]
     for rank in ranks:
         rank.load_state_dict(json.loads(json.dumps(begun.state_after(40))))
-    found = [index for pair in zip(*(itertools.islice(rank, 300) for rank in ranks), strict=True) for index in pair]
+    found = [index for pair in zip(*(itertools.islice(rank, 500) for rank in ranks), strict=True) for index in pair]
     old = [index for index in found if index < 120]
     for first, last in ((0, 50), (50, 120)):  # each goes on in its order
         own = [[index for index in part if first <= index < last] for part in (whole[40:], old)]
         count = min(map(len, own))
         assert own[0][:count] == own[1][:count]
-    assert abs(len(found) - len(old) - 600 * weight / (2 + weight)) < 3
+    assert len(found) - len(old) == 1000 * weight / (2 + weight)
     again = MixtureSampler([*lengths, 90], [1, 1, weight])
     again.load_state_dict(ranks[0].state_after(100))
     assert [*itertools.islice(again, 100)] == found[200:300]
