@@ -109,6 +109,7 @@ SAMPLERS: dict[type, tuple[Options, dict[str, Decision]]] = {
         {
             **SEED_AND_ENDS,
             "lengths": Same([30, 18], [18, 30]),
+            "by": Same(None, [1.0, 2.0]),
             "weights": Free([1, 1], [2, 1]),  # those of the state are used, and a warning says so
             "stop": Same("all", "first"),
             "shuffle": Same(True, False),
