@@ -32,7 +32,6 @@ from asyncloader.samplers import (
     ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
-    WeightedSampler,
 )
 from tests.support.sameness import same
 
@@ -186,21 +185,6 @@ def test_weights_that_were_set_on_the_way() -> None:
     for number in (5, 499, 500, 640):
         assert same(loader.batch(0, number), given[number])
     assert (given[640] < 40_000).sum() > 75
-
-
-def test_weights_from_feedback() -> None:
-    """Batches come again with the weights that held for them, in this epoch and in the one before."""
-    sampler = WeightedSampler(np.ones(300), 200)
-    loader = DataLoader(range(300), 5, sampler=sampler)  # type: ignore[arg-type]
-    given: dict[tuple[int, int], list[int]] = {}
-    for epoch in range(2):
-        for number, batch in enumerate(loader):
-            given[epoch, number] = batch.tolist()
-            sampler.update(batch, batch % 7 + 0.1 + epoch)
-            if number == 30 and epoch == 1:
-                break
-    for epoch, number in ((0, 0), (0, 39), (1, 0), (1, 30)):
-        assert loader.batch_keys(epoch, number) == given[epoch, number]
 
 
 class Bad(Plain):

@@ -3,7 +3,7 @@
     ElasticSampler         all samples, shuffled, divided among ranks
     BlockShuffleSampler    blocks of neighbours, shuffled, and the samples of a few of them mixed
     MixtureSampler         sources by weight
-    WeightedSampler        samples by weights of their own, which may change
+    WeightedSampler        samples by weights of their own
     LengthBatchSampler     batches of like length, under a budget of tokens
     BalancedBatchSampler   batches of equal cost: no rank waits for another one
     PackingBatchSampler    blocks of a fixed number of tokens; packed gives a loader what it needs for it

@@ -113,17 +113,15 @@ class Run:
     Attributes:
         start: The cursor that it began at.
         epoch: The epoch that it is of.
-        reading: Which reading of the sampler it is of: see `ResumableSampler.begin_reading`.
         is_begun: It was begun; otherwise it stands for an iterator that is still to be made.
         read: How many items were read of it.
         within: For a sampler around another one: the run of that one.
         ends: For a sampler that plans windows: its units up to the end of each window that it has planned.
     """
 
-    def __init__(self, start: Any, epoch: int, reading: int, *, is_begun: bool) -> None:
+    def __init__(self, start: Any, epoch: int, *, is_begun: bool) -> None:
         self.start = start
         self.epoch = epoch
-        self.reading = reading
         self.is_begun = is_begun
         self.read = 0
         self.within: Run | None = None
@@ -245,9 +243,6 @@ class ResumableSampler(Sampler[T_co], ABC):
         self._reading += self._is_begun
         self._is_begun = True
 
-    def preload(self, state: dict[str, Any]) -> None:
-        """Hear of a state that a loader has been given, and which is loaded when the loader is iterated over."""
-
     def _check_state(self, state: dict[str, Any]) -> None:
         """See whether a state is one of a sampler like this.
 
@@ -273,7 +268,7 @@ class ResumableSampler(Sampler[T_co], ABC):
         self._run = self._new_run(self._beginning if cursor is None else cursor)
 
     def _new_run(self, start: Any) -> Run:
-        return Run(start, self.epoch, self._reading, is_begun=self._is_begun)
+        return Run(start, self.epoch, is_begun=self._is_begun)
 
     def _bare_state(self, run: Run, items: int) -> dict[str, Any]:
         """Return the state after so many items of a run, without what may be changed later for items after these.

@@ -153,10 +153,6 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         self.sampler.set_epoch(epoch)
         super().set_epoch(epoch)
 
-    def preload(self, state: dict[str, Any]) -> None:
-        """Tell the order of samples within of a state that a loader has been given, and which is loaded later."""
-        self.sampler.preload(state["sampler"])
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.
 

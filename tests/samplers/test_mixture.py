@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import threading
 import tracemalloc
 from collections import Counter
 from functools import partial
@@ -185,6 +186,51 @@ def test_weights_that_are_set_again_at_one_place_replace_those_before() -> None:
     sampler.set_weights([1, 3], at=2000)
     sampler.set_weights([3, 1], at=2000)
     assert sampler.weights == [(0, [1, 1]), (2000, [3, 1])]
+
+
+def test_weights_hold_from_the_sample_that_is_named_or_are_refused() -> None:
+    """However many samples were read, and named ahead: the order is that of a sampler that was told at the start."""
+    for read in (0, 1, 63, 64, 65, 500):
+        for ahead in (-1, 0, 1, 64, 300):
+            sampler, told, at = MixtureSampler([50, 50], [1, 1]), MixtureSampler([50, 50], [1, 1]), read + ahead
+            samples = iter(sampler)
+            drawn = list(itertools.islice(samples, read))
+            if ahead < 0:
+                with pytest.raises(ConfigurationError):
+                    sampler.set_weights([9, 1], at=at)
+                continue
+            for each in (sampler, told):
+                each.set_weights([9, 1], at=at)
+            drawn += itertools.islice(samples, 2000)
+            assert drawn == list(itertools.islice(told, len(drawn))), (read, ahead)
+
+
+def test_weights_from_another_thread_are_exact_or_refused() -> None:
+    """While samples are drawn: the epoch is that of the weights that were taken."""
+    sampler, has_begun, taken = MixtureSampler([50, 50], [1, 1]), threading.Event(), []
+    samples = iter(sampler)
+
+    def change() -> None:
+        has_begun.wait()
+        for number in range(300):
+            at = sampler.state_dict()["cursor"] + (1, 40, 5000)[number % 3]
+            try:
+                sampler.set_weights([1 + number % 9, 1], at=at)
+                taken.append((number, at))
+            except ConfigurationError:
+                pass
+
+    other = threading.Thread(target=change)
+    other.start()
+    drawn = [next(samples)]
+    has_begun.set()
+    while other.is_alive():
+        drawn.append(next(samples))
+    drawn += itertools.islice(samples, 1000)
+    told = MixtureSampler([50, 50], [1, 1])
+    for number, at in taken:
+        told.set_weights([1 + number % 9, 1], at=at)
+    assert drawn == list(itertools.islice(told, len(drawn)))
 
 
 def test_weights_that_would_change_the_past_or_the_end_are_refused() -> None:

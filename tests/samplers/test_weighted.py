@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, StateMismatchError
 from asyncloader.samplers import WeightedSampler, weighted
-from asyncloader.samplers.sums import SumTree
 from asyncloader.seeding.hashing import mix
 from tests.samplers.legs import draw
 from tests.support import effort
@@ -58,7 +58,16 @@ def test_orders_are_those_of_the_plain_formulas() -> None:
     uniform = weighted._uniform(np.arange(1000), np.uint64(mix(3, 0)))
     race = np.argsort(-np.log1p(-uniform) / weights, kind="stable")
     assert list(WeightedSampler(weights, 1000, replacement=False, seed=3)) == race.tolist()
-    assert list(WeightedSampler(weights, 1000, seed=3)) == SumTree(weights).find(uniform).tolist()
+    sums = np.cumsum(weights)
+    assert list(WeightedSampler(weights, 1000, seed=3)) == np.searchsorted(sums, uniform * sums[-1], "right").tolist()
+
+
+def test_a_share_that_is_rounded_up_to_the_sum_is_of_a_sample_with_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one of these; of those around it none has a weight."""
+    monkeypatch.setattr(weighted, "_uniform", lambda positions, key: np.full(len(positions), 1.0))
+    assert list(WeightedSampler([1.0, 3.0, 0.0, 0.0], 2)) == [1, 1]
+    monkeypatch.setattr(weighted, "_uniform", lambda positions, key: np.zeros(len(positions)))
+    assert list(WeightedSampler([0.0, 0.0, 1.0, 3.0], 2)) == [2, 2]
 
 
 @settings(deadline=None, max_examples=effort.examples(90))
@@ -108,3 +117,12 @@ def test_a_state_of_other_weights_is_refused() -> None:
     """By a checksum of them."""
     with pytest.raises(StateMismatchError, match="weights was"):
         WeightedSampler([1, 2]).load_state_dict(WeightedSampler([1, 3]).state_dict())
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, list])
+def test_weights_are_a_row_of_ones_own(kind: Any) -> None:
+    """Of any kind; what is written into the row later changes nothing."""
+    row = kind([1.0, 2.0, 0.0, 4.0])
+    sampler, plain = WeightedSampler(row, 50), WeightedSampler([1, 2, 0, 4], 50)
+    row[1] = row[3] = 0.0
+    assert [*sampler] == [*plain]

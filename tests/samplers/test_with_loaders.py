@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
-from asyncloader import ConfigurationError, DataLoader
+from asyncloader import DataLoader
 from asyncloader.run.plan import Pace
 from asyncloader.samplers import (
     BalancedBatchSampler,
@@ -164,104 +164,6 @@ class Numbers(Dataset[int]):
         return index
 
 
-def with_feedback(
-    loader: DataLoader[Any], state: dict[str, Any] | None, epochs: range, ahead: int | None, first: int = 0
-) -> tuple[list[list[int]], list[tuple[int, int, dict[str, Any]]]]:
-    """Train: after each third batch, say how much its samples are worth; return batches and states after each.
-
-    Args:
-        loader: With a WeightedSampler.
-        state: To go on from.
-        epochs: Those that are trained.
-        ahead: How many batches later updates hold; None for the next epoch.
-        first: The number of the first batch, in the first epoch.
-    """
-    batches: list[list[int]] = []
-    states = []
-    if state is not None:
-        loader.load_state_dict(state)
-    for epoch in epochs:
-        if state is None or epoch != epochs[0]:
-            loader.set_epoch(epoch)
-        for number, batch in enumerate(loader, first):
-            batches.append(batch.tolist())
-            if number % 3 == 1:
-                at = None if ahead is None else 4 * (number + ahead)
-                loader.sampler.update(batch, batch * 2.0 % 7 + number % 2 + 0.5, at=at)  # type: ignore[attr-defined]
-            states.append((epoch, number + 1, json.loads(json.dumps(loader.state_dict()))))
-        first = 0
-    return batches, states
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-@pytest.mark.parametrize("ahead", [None, 9])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_resume_goes_on_with_the_updates_that_were_made(workers: int, ahead: int | None, replacement: bool) -> None:
-    """From every batch of two epochs, though the sampler was read beyond, and with other workers."""
-
-    def make(workers: int) -> DataLoader[Any]:
-        sampler = WeightedSampler(np.arange(50) % 3, 33, replacement, seed=2)
-        return DataLoader(Numbers(), 4, sampler=sampler, num_workers=workers, max_buffered_bytes=0)
-
-    ahead = ahead if replacement else None
-    batches, states = with_feedback(make(workers), None, range(2), ahead)
-    others, _ = with_feedback(make(3 - workers), None, range(2), ahead)
-    assert batches == others
-    for number, (epoch, first, state) in enumerate(states, 1):
-        resumed = make(3 - workers)
-        assert with_feedback(resumed, state, range(epoch, 2), ahead, first)[0] == batches[number:]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-async def test_updates_between_batches_that_are_awaited(workers: int) -> None:
-    """The sampler is read in another thread than the trainer's; the epoch is that of the samples that are named."""
-
-    def make() -> DataLoader[Any]:
-        sampler = WeightedSampler(np.ones(50), 400, seed=2)
-        return DataLoader(Numbers(), 4, sampler=sampler, num_workers=workers, max_buffered_bytes=0)
-
-    loader, drawn = make(), []
-    expected = WeightedSampler(np.ones(50), 400, seed=2)
-    async with aiter(loader) as batches:
-        async for batch in batches:
-            drawn += batch.tolist()
-            for sampler in (loader.sampler, expected):
-                sampler.update(batch, batch % 7 + 0.5, at=len(drawn) + 200)  # type: ignore[attr-defined]
-            if len(drawn) == 160:
-                state = json.loads(json.dumps(loader.state_dict()))
-    resumed = make()
-    resumed.load_state_dict(state)
-    rest = []
-    async with aiter(resumed) as batches:
-        async for batch in batches:
-            rest += batch.tolist()
-            sampler = resumed.sampler
-            sampler.update(batch, batch % 7 + 0.5, at=160 + len(rest) + 200)  # type: ignore[attr-defined]
-    assert drawn == [*expected]
-    assert rest == drawn[160:]
-
-
-def test_when_an_update_holds_does_not_depend_on_workers() -> None:
-    """Before `iter(loader)` it holds in the epoch that begins there; from then on in the next."""
-
-    def epochs(workers: int, moment: str) -> list[list[int]]:
-        sampler = WeightedSampler(np.ones(50), 24, seed=2)
-        loader, found = DataLoader(Numbers(), 4, sampler=sampler, num_workers=workers), []
-        for number in range(3):
-            if (number, moment) == (1, "between"):
-                sampler.update(range(40), [0.0] * 40)
-            iterator = iter(loader)
-            if (number, moment) == (1, "begun"):
-                sampler.update(range(40), [0.0] * 40)
-            found.append([index for batch in iterator for index in batch.tolist()])
-        return found
-
-    for moment, first in (("between", 1), ("begun", 2)):
-        drawn = epochs(0, moment)
-        assert drawn == epochs(2, moment)
-        assert [min(indices) >= 40 for indices in drawn] == [number >= first for number in range(3)]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_weights_of_a_mixture_that_were_set_while_batches_were_ready_are_in_the_state(workers: int) -> None:
     """The state is of a sample before those that the sampler has named already."""
@@ -305,61 +207,6 @@ def test_states_of_a_subclass_are_its_own() -> None:
     other.load_state_dict(state)
     next(iter(other))
     assert other.sampler.note == "after 48"  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_an_update_before_the_state_is_loaded(is_inside: bool) -> None:
-    """It would be lost when the loader brings the sampler to the state, so it is refused, until then."""
-
-    def make() -> tuple[DataLoader[Any], WeightedSampler]:
-        sampler = WeightedSampler(np.ones(COUNT), num_replicas=1, rank=0)
-        batches = LengthBatchSampler(np.full(COUNT, 4), max_tokens=64, sampler=sampler, num_replicas=1, rank=0)
-        order: dict[str, Any] = {"batch_sampler": batches} if is_inside else {"batch_size": 16, "sampler": sampler}
-        return DataLoader(range(COUNT), **order), sampler  # type: ignore[arg-type]
-
-    loader, sampler = make()
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    rest = [batch.tolist() for batch in iterator]
-    other, sampler = make()
-    other.load_state_dict(state)
-    with pytest.raises(ConfigurationError, match=r"Make it after iter\(loader\)"):
-        sampler.update([1], [5.0])
-    left = iter(other)
-    first = next(left).tolist()
-    sampler.update([1], [5.0])
-    assert first == rest[0]
-
-
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_an_update_for_the_next_epoch_in_a_state_before_the_first_batch(is_inside: bool) -> None:
-    """It holds in the next epoch, and not in the one of the state."""
-
-    def make() -> tuple[Any, WeightedSampler]:
-        sampler = WeightedSampler(np.ones(50), 30, is_inside, num_replicas=1, rank=0)
-        if not is_inside:
-            return sampler, sampler
-        return LengthBatchSampler(np.arange(1, 51), max_tokens=200, sampler=sampler, num_replicas=1, rank=0), sampler
-
-    outer, sampler = make()
-    iterator = iter(outer)
-    first = [next(iterator)]
-    sampler.update(np.arange(20), np.zeros(20))
-    state = json.loads(json.dumps(outer.state_after(0)))
-    first += iterator
-    outer.set_epoch(1)
-    second = [*outer]
-    assert np.hstack(second).min() >= 20
-    resumed, _ = make()
-    resumed.load_state_dict(state)
-    assert [*resumed] == first
-    resumed.set_epoch(1)
-    assert [*resumed] == second
-    resumed, _ = make()
-    resumed.load_state_dict(state)
-    resumed.set_epoch(1)
-    assert [*resumed] == second
 
 
 NESTED: dict[str, Callable[[int, int, int], DataLoader[Any]]] = {
