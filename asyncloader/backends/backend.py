@@ -48,6 +48,9 @@ class Listener(Protocol):
         It must not do any that it was sent. It takes part again when it is ready.
         """
 
+    def on_room(self) -> None:
+        """One more of the workers that the run is to begin with, and that were not started, can be started now."""
+
     def on_closed(self) -> None:
         """All workers are gone."""
 
@@ -85,7 +88,7 @@ class Backend(Generic[AnyWorker]):
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start the workers, some at a time; `started` is called each time: these can be given tickets before the next.
 
-        On failure those that did start are ended.
+        On failure those that did start are ended. A backend may leave workers to be started later: it tells `on_room`.
 
         Yields:
             A function that launches the next ones, to be called, in any thread, before the next step.

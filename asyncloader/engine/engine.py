@@ -476,6 +476,11 @@ class Engine:
             self._look_who_is_up()
             self._settle()
 
+    def on_room(self) -> None:
+        """Start one more of the workers that take tickets, which wait for it."""
+        if missing := self.run.scheduler.active - self.pool.processes.keys() - {*self._to_start}:
+            self._start(min(missing))
+
     def on_died(self, worker: int, process: Worker) -> None:
         """A worker's process ended on its own."""
         if self._is_at_work:
@@ -630,14 +635,15 @@ class Engine:
         run = self.run
         if not self._is_at_work or worker not in run.scheduler.active or self._is_there(worker):
             return
-        if run.epoch.starts is not None:
-            run.epoch.starts[worker] = run.tracks[worker].start
         if self._launch(worker):
             run.faults.replacements += 1
             self._settle_soon()  # what has waited for it is sent
 
     def _launch(self, worker: int) -> bool:
         """Start a process under this id now or, if the system has no room for it, later; whether it is there."""
+        run = self.run
+        if run.epoch.starts is not None and worker in run.tracks:
+            run.epoch.starts[worker] = run.tracks[worker].start
         try:
             self.pool.add(worker, len(self.workforce.wanted))
         except Exception as error:

@@ -17,9 +17,11 @@ from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.tracks import Track
 from asyncloader.errors import WorkerStartError
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.outcome import NO_RECORD, Outcome
+from asyncloader.messages.snapshot import WorkerStart
 from asyncloader.messages.tickets import pickle_tickets
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
@@ -356,6 +358,37 @@ async def test_what_is_for_a_worker_that_rests_waits_for_its_next_process() -> N
     await asyncio.sleep(0.1)
     assert driven.pool.added == [1]
     assert driven.pool.sent[3:] == [(0, [1, 3])]
+
+
+async def test_workers_that_were_left_to_be_started_later_are_started_one_by_one() -> None:
+    """Each when there is room for one more; what is for it waits."""
+    driven = Driven(there=1, num_at_start=3)
+    driven.plan([0], [1], [2])
+    assert not driven.scheduler.are_up
+    for count in (1, 2, 2):
+        driven.engine.on_room()
+        await asyncio.sleep(0.01)
+        assert driven.pool.added == [1, 2][:count]
+    assert driven.pool.sent == [(0, [0]), (1, [1]), (2, [2])]
+    assert not driven.engine.run.faults.replacements
+    driven.engine.on_ready(2)
+    assert driven.scheduler.are_up
+
+
+async def test_a_worker_of_a_stream_begins_where_it_is_to_whoever_starts_it() -> None:
+    """The one before was lost, and its place is free when there is room for another."""
+    driven = Driven()
+    start = WorkerStart(0)
+    driven.run.epoch = driven.run.epoch._replace(starts={0: start, 1: start})
+    driven.run.tracks = {0: Track(start), 1: Track(start)}
+    driven.plan([0], [1])
+    driven.answer(1, 1)
+    driven.pool.dismiss(1, 0.0)
+    driven.engine._carry_out([rests(1, 1000.0)])
+    driven.engine.on_room()
+    await until(lambda: driven.pool.added)
+    assert driven.run.epoch.starts is not None
+    assert driven.run.epoch.starts[1].batches == 1
 
 
 async def test_a_worker_that_died_at_the_end_of_its_data_has_another_process_in_the_next_run() -> None:

@@ -24,6 +24,7 @@ from asyncloader.backends.backend import Backend, Came, Launch
 from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.process import WorkerProcess, launch_all
 from asyncloader.errors import could_not_start
+from asyncloader.machine import usable_cores
 from asyncloader.messages.failure import with_notes
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import (
@@ -101,6 +102,9 @@ class Pool(Backend[WorkerProcess]):
         self._epoch = epoch
         self._is_starting = True
         workers = range(self._spec.num_workers)
+        if self._context.get_start_method() == "spawn":
+            # Each computes for a second until it is up: if all did so at once, none would make the first batch soon.
+            workers = workers[: usable_cores()]
         try:
             for first in workers[::_AT_ONCE]:
                 if self._closing:  # while others were being launched
@@ -248,6 +252,8 @@ class Pool(Backend[WorkerProcess]):
             self._on_heap(process, body)
         elif kind == Kind.UP:
             process.on_up()
+            if self.listener is not None:
+                self.listener.on_room()
         elif kind == Kind.IDLE:
             process.channel.send(Kind.TICKETS, *pack_tickets([], self._heaps[process].returned()))
         elif kind in (Kind.READY, Kind.AWAITS, Kind.ENDING):

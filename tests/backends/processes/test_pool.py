@@ -130,6 +130,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.rooms = 0
         self.reads: list[int] = []  # how many outcomes were told together
 
     def on_ready(self, worker: int) -> None:
@@ -138,6 +139,9 @@ class Heard:
     def on_outcomes(self, worker: int, came: Sequence[Came]) -> None:
         self.told += [(worker, outcome.record.ticket, outcome.kind) for outcome, _, _ in came]
         self.reads.append(len(came))
+
+    def on_room(self) -> None:
+        self.rooms += 1
 
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker, process.pid))
@@ -154,6 +158,7 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabPool]:
     monkeypatch.setattr(module, "WorkerProcess", Played)
     monkeypatch.setattr(module, "launch_all", lambda context, launches: [launch() for launch in launches])
     monkeypatch.setattr(module, "_AT_ONCE", 1)
+    monkeypatch.setattr(module, "usable_cores", lambda: 8)
     monkeypatch.setattr(Played, "made", [], raising=False)
     yield made
     made.close()
@@ -214,6 +219,19 @@ def frame_of(outcome: Outcome, epoch: int) -> tuple[int, bytes]:
 def left_out(ticket: int) -> Outcome:
     """What has become of a ticket, at its shortest."""
     return Outcome(Kind.LEFT_OUT, NO_RECORD._replace(ticket=ticket))
+
+
+@pytest.mark.parametrize(("method", "count"), [("spawn", 2), ("forkserver", 3)])
+def test_no_more_interpreters_are_started_at_once_than_there_are_cores(
+    method: str, count: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for one more whenever one is up."""
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    pool, heard, workers = make(3, method)
+    assert [*pool.processes] == [*range(count)]
+    for rooms, worker in enumerate(workers[:2], 1):
+        worker.say(Kind.UP)
+        assert heard.rooms == rooms
 
 
 def test_each_is_told_of_as_it_is_started(make: Make) -> None:
