@@ -130,7 +130,7 @@ MUTATIONS = (
     Mutation(
         "slabs that were taken still count as free",
         "transport/free_list.py",
-        "        self.nbytes -= region.capacity\n",
+        "        self.nbytes -= capacity\n",
         "",
         "transport/test_slab.py",
     ),
@@ -431,8 +431,8 @@ MUTATIONS = (
     Mutation(
         "a generator in the state of an iterator that is at its end does not go on in the next epoch",
         "messages/snapshot.py",
-        "            iter(dataset).load_state_dict(past)\n",
-        "            iter(dataset)\n",
+        "                iter(dataset).load_state_dict(past)\n",
+        "                iter(dataset)\n",
         "stateful/test_continued_states.py",
     ),
     Mutation(

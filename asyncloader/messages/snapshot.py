@@ -16,6 +16,7 @@ a map-style dataset.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections import deque
@@ -215,10 +216,13 @@ class Keeper:
         self._is_first = not self._snapshot or "draws" in self._snapshot
         self._pace = Pace()
         self._is_merged = merges_states(dataset)  # which asks for a state at each batch
-        if (past := self._snapshot.get("past")) is not None:
-            iter(dataset).load_state_dict(past)
         if is_stateful(dataset):
             put_back(dataset, self._snapshot.get("dataset"))
+        if (past := self._snapshot.get("past")) is not None:
+            with contextlib.suppress(Exception):  # it need not be able to: nothing is read there
+                iter(dataset).load_state_dict(past)
+            if is_stateful(dataset):  # which may count its iterators
+                put_back(dataset, self._snapshot.get("dataset"))
 
     def attach(self, iterator: Any) -> bool:
         """Bring back the state of the dataset's iterator, which was made after the dataset's; whether it had ended."""

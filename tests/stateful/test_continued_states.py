@@ -59,6 +59,53 @@ def test_generators_in_states_of_iterators_go_on_in_later_epochs(loader_class: A
     assert plain(resumed) == second
 
 
+class Counted(Stream):
+    """Counts its iterators, in its state, and each has a state that it takes back before its end alone."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Any:
+        self.count += 1
+        return CountedReader(self.part(), self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class CountedReader(Reader):
+    """Adds the number of the epoch."""
+
+    def __init__(self, numbers: range, epoch: int) -> None:
+        super().__init__(numbers)
+        self.epoch = epoch
+
+    def __next__(self) -> int:
+        return super().__next__() + 1000 * self.epoch
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["at"] >= len(self.numbers):
+            raise ValueError("nothing is left")
+        super().load_state_dict(state)
+
+
+def test_an_iterator_that_is_at_its_end_is_no_epoch() -> None:
+    """Datasets that count go on where they were, also where the iterator does not take the state of its end back."""
+
+    def make() -> Any:
+        return DataLoader(Counted(), 4, num_workers=2, persistent_workers=True)
+
+    whole = make()
+    for epoch in (1, 2, 3):
+        assert {number // 1000 for batch in plain(whole) for number in batch} == {epoch}
+        resumed = make()
+        resumed.load_state_dict(whole.state_dict())
+        assert {number // 1000 for batch in plain(resumed) for number in batch} == {epoch + 1}
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("batches", [1, 3, 5])
 def test_snapshots_are_counted_on_after_a_resume(
