@@ -1,19 +1,30 @@
 """Say in the log what a batch waits for that has not come for long.
 
 `HangWatch` decides when a wait is spoken of, without a loop or a clock; `report` speaks. A timer of the engine looks at
-the consumers.
+the consumers. A worker process that has the batch is watched for another second: in it the process has used CPU time,
+or none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import threading
+from asyncio import TimerHandle
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from asyncloader.backends.backend import Backend
+from asyncloader.backends.worker import Worker
+from asyncloader.engine.actions import Ticket
 from asyncloader.engine.arrivals import FIRST_S
 from asyncloader.engine.run import Run
 from asyncloader.errors import describe_batch
+from asyncloader.threads import kernel_stat
 
 log = logging.getLogger("asyncloader")
 
@@ -23,9 +34,25 @@ LOOK_S = 15.0
 _TIMES = 20
 """Nor is one that is shorter than so many times the work of the slowest batch."""
 
+_WATCHED_S = 1.0
+"""For so long a worker is watched before it is spoken of. Seconds."""
+
+_IDLE_S = 0.02
+"""A worker that uses no more CPU time in that second waits for something: the kernel counts in hundredths."""
+
+_MOST_NAMES = 5
+
+_STATES = {
+    "R": "It runs",
+    "S": "It sleeps",
+    "D": "It waits for a disk or a network drive",
+    "T": "It was stopped by a signal (kill -CONT {pid} has it go on)",
+}
+"""The kernel's letters of what a process does."""
+
 _FORKED = (
-    " The worker was forked: a lock that another thread of this process held then stays locked there for ever, and a "
-    "library's threads are not there. If the stack is in such a library, use "
+    "It was forked from this process, which has other threads ({names}). A forked worker has none of them, and a lock "
+    "that one of them held stays locked there for ever. If the stack below is in a library with such threads, use "
     'DataLoader(..., multiprocessing_context="forkserver").'
 )
 
@@ -81,8 +108,8 @@ class HangWatch:
         return None
 
 
-def report(run: Run, pool: Backend[Any], waited_s: float) -> None:
-    """Say what a run has waited for, and where the worker is that has it. On the loop thread."""
+def report(run: Run, pool: Backend[Any], waited_s: float, call_later: Callable[..., TimerHandle]) -> None:
+    """Say what a run has waited for, and what the worker does that has it. On the loop thread."""
     waited = f"The trainer has waited {waited_s:.0f} s for a batch that has not come."
     ticket = run.scheduler.awaited()
     worker = None if ticket is None else pool.processes.get(ticket.worker)
@@ -92,7 +119,60 @@ def report(run: Run, pool: Backend[Any], waited_s: float) -> None:
             log.warning("%s No worker has it: %s.", waited, why)
         return
     told = f"{waited} {describe_batch(run.named(ticket).keys, worker.worker_id, worker.pid)}"
-    worker.ask_stack(ticket.batch, partial(_tell, told + _FORKED * worker.was_forked))
+    if worker.pid == os.getpid():  # a thread
+        worker.ask_stack(ticket.batch, partial(_tell, told))
+    else:
+        call_later(_WATCHED_S, _watched, run, worker, ticket, told, cpu_ticks(worker.pid))
+
+
+def _watched(run: Run, worker: Worker, ticket: Ticket, told: str, ticks_before: int | None) -> None:
+    if run.scheduler.awaited() is ticket:
+        does = describe(worker.pid, ticks_before, was_forked=worker.was_forked)
+        worker.ask_stack(ticket.batch, partial(_tell, f"{told} {does}".strip()))
+
+
+def describe(pid: int, ticks_before: int | None, *, was_forked: bool) -> str:
+    """Say what a process does for the kernel, and what it means if it sleeps and was forked beside threads.
+
+    Args:
+        pid: The process.
+        ticks_before: The CPU time that it had used a second ago; see `cpu_ticks`.
+        was_forked: It is a fork of this process.
+
+    Returns:
+        "" where nobody tells, as on other systems than Linux.
+    """
+    ticks = cpu_ticks(pid)
+    if ticks is None or ticks_before is None:
+        return ""
+    state, waits_in = kernel_stat(Path(f"/proc/{pid}"))[0], Path(f"/proc/{pid}/wchan").read_text()
+    words = _STATES.get(state, f"Its state is {state}").format(pid=pid)
+    where = f" (in the kernel's {waits_in})" if waits_in.strip("0") else ""
+    used_s = (ticks - ticks_before) / os.sysconf("SC_CLK_TCK")
+    words += f"{where}, and has used {used_s:.2f} s of CPU time in the last second."
+    if was_forked and state == "S" and used_s <= _IDLE_S and (names := _other_threads()):
+        words += " " + _FORKED.format(names=", ".join(names))
+    return words
+
+
+def _other_threads() -> list[str]:
+    """Return names of threads of this process that are neither the main one nor ours, the most frequent first."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found = Counter[str]()
+    for folder in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found[names.get(int(folder.name)) or (folder / "comm").read_text().strip()] += 1
+    ours = (threading.main_thread().name, "asyncloader")
+    return [f"{count} {name!r}" for name, count in found.most_common() if not name.startswith(ours)][:_MOST_NAMES]
+
+
+def cpu_ticks(pid: int) -> int | None:
+    """Return the CPU time that a process has used, in the kernel's ticks; None where nobody tells."""
+    try:
+        fields = kernel_stat(Path(f"/proc/{pid}"))  # state, then, among others, utime and stime
+        return int(fields[11]) + int(fields[12])
+    except OSError:
+        return None
 
 
 def _tell(told: str, stack: str) -> None:

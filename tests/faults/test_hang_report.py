@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -53,6 +57,18 @@ class Gated(Dataset[int]):
         """Hang."""
         while not self._gate.exists():
             time.sleep(0.01)
+
+
+class Busy(Gated):
+    """Computes for as long as there is no such file."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        while not self._gate.exists():
+            sum(range(10_000))
+        return index
 
 
 class GatedStream(IterableDataset[int]):
@@ -128,12 +144,12 @@ async def taken_at_last(loader: Any, face: str, gate: Path, caplog: pytest.LogCa
 async def test_the_report_names_worker_batch_and_place(
     backend: Any, face: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And what may hold up a worker that was forked. The run goes on as if nothing had been."""
+    """And what the worker does for the kernel, if it is a process. The run goes on as if nothing had been."""
     loader = DataLoader(Gated(tmp_path / "gate"), batch_size=4, num_workers=2, worker_backend=backend)
     report = await taken_at_last(loader, face, tmp_path / "gate", caplog)
     assert "The awaited batch has the indices [4, 5, 6, 7]; worker 1 (pid " in report
     assert "in wait_for_the_gate" in report
-    assert ("The worker was forked" in report) == (backend == "process")
+    assert ("s of CPU time in the last second" in report) == (backend == "process")
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -162,7 +178,7 @@ async def test_an_await_that_does_not_end(
 
 
 def test_a_lock_that_another_thread_held_at_the_fork(caplog: pytest.LogCaptureFixture) -> None:
-    """The report shows the place, and names the line to write."""
+    """The report shows the place, the threads that the worker lacks, and the line to write."""
     dataset, is_held = Locked(), threading.Event()
 
     def hold() -> None:
@@ -170,7 +186,7 @@ def test_a_lock_that_another_thread_held_at_the_fork(caplog: pytest.LogCaptureFi
             is_held.set()
             wait_until(lambda: reports(caplog))
 
-    thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=hold, name="pool of a library")
     thread.start()
     assert is_held.wait(20)
     iterator = iter(DataLoader(dataset, num_workers=1))
@@ -181,7 +197,39 @@ def test_a_lock_that_another_thread_held_at_the_fork(caplog: pytest.LogCaptureFi
     consumer.join()
     (report,) = reports(caplog)
     assert "in __getitem__" in report
+    assert "It sleeps" in report
+    assert "has used 0.0" in report
+    assert "pool of a library" in report
     assert 'multiprocessing_context="forkserver"' in report
+
+
+def test_a_worker_that_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not idle, and so no thread is to blame."""
+    iterator = iter(DataLoader(Busy(tmp_path / "gate"), num_workers=1))
+    opener = threading.Thread(target=lambda: (wait_until(lambda: reports(caplog)), (tmp_path / "gate").touch()))
+    opener.start()
+    assert next(iterator).tolist() == [0]
+    opener.join()
+    iterator.close()
+    (report,) = reports(caplog)
+    assert "forkserver" not in report
+    assert float(report.partition("has used ")[2].partition(" s of CPU")[0]) > 0
+
+
+def test_what_is_told_of_a_process() -> None:
+    """Each state has its words; the fork is named only where it may be the cause."""
+    stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        wait_until(lambda: "It sleeps" in hang_report.describe(stopped.pid, 0, was_forked=False))
+        stopped.send_signal(signal.SIGSTOP)
+        words = f"kill -CONT {stopped.pid}"
+        wait_until(lambda: words in hang_report.describe(stopped.pid, 0, was_forked=True))
+        assert "forkserver" not in hang_report.describe(stopped.pid, 0, was_forked=True)
+    finally:
+        stopped.kill()
+        stopped.wait()
+    assert hang_report.describe(stopped.pid, 0, was_forked=True) == ""
+    assert hang_report.describe(os.getpid(), None, was_forked=True) == ""
 
 
 def suppressed(iterator: Iterator[Any]) -> None:
