@@ -28,7 +28,6 @@ from torch.utils.data import (
 
 from asyncloader import ConfigurationError, DataLoader, StateMismatchError, sample_rng
 from asyncloader.samplers import (
-    BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
@@ -75,7 +74,6 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "distributed": lambda: {"batch_size": 8, "sampler": DistributedSampler(range(LENGTH), 3, 1, seed=4)},
     "elastic": lambda: {"batch_size": 8, "sampler": ElasticSampler(LENGTH, 3, 1)},
     "elastic, one by one": lambda: {"batch_size": None, "sampler": ElasticSampler(LENGTH)},
-    "blocks": lambda: {"batch_size": 8, "sampler": BlockShuffleSampler([20, 43, 40])},
     "lengths": lambda: {"batch_sampler": LengthBatchSampler(np.arange(LENGTH) % 17 + 1, max_tokens=60)},
     "a batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(LENGTH)), 7, drop_last=False)},
 }  # fmt: skip

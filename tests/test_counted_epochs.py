@@ -19,7 +19,6 @@ from asyncloader import DataLoader
 from asyncloader.datasets import ParallelMap
 from asyncloader.samplers import (
     BalancedBatchSampler,
-    BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
@@ -32,7 +31,6 @@ _LENGTHS = [1 + index * 7 % 13 for index in range(COUNT)]
 _BATCHED = {"balanced", "lengths", "lengths of a mixture", "packing"}
 MAKES: dict[str, Callable[[], Any]] = {
     "elastic": lambda: ElasticSampler(COUNT),
-    "blocks": lambda: BlockShuffleSampler([10, 5, 20, 5]),
     "mixture": lambda: MixtureSampler([30, 10], stop="all"),
     "weighted": lambda: WeightedSampler(_LENGTHS),
     "weighted, each once": lambda: WeightedSampler(_LENGTHS, replacement=False),

@@ -74,7 +74,6 @@ def test_public_names_of_the_samplers() -> None:
     """What `asyncloader.samplers` offers."""
     assert asyncloader.samplers.__all__ == [
         "BalancedBatchSampler",
-        "BlockShuffleSampler",
         "ElasticSampler",
         "LengthBatchSampler",
         "MixtureSampler",

@@ -37,7 +37,6 @@ from asyncloader import DataLoader, StateMismatchError, identity
 from asyncloader.run.fits import describe
 from asyncloader.samplers import (
     BalancedBatchSampler,
-    BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
@@ -94,15 +93,6 @@ SAMPLERS: dict[type, tuple[Options, dict[str, Decision]]] = {
     ElasticSampler: (
         {"dataset": COUNT},
         {**SEED_AND_ENDS, "dataset": Same(COUNT, COUNT + 1, "length"), "shuffle": Same(True, False)},
-    ),
-    BlockShuffleSampler: (
-        {"block_sizes": [6] * 8},
-        {
-            **SEED_AND_ENDS,
-            "block_sizes": Same([6] * 8, [6] * 6 + [4, 8], "blocks"),
-            "window": Same(12, 6),
-            "shuffle": Same(True, False),
-        },
     ),
     MixtureSampler: (
         {"lengths": [30, 18], "stop": "all"},
@@ -407,8 +397,8 @@ def test_torchs_datasets_are_compared_too() -> None:
 
 def test_a_state_of_another_kind_of_sampler_is_refused() -> None:
     """Also inside of another sampler."""
-    block, elastic = BlockShuffleSampler([6] * 8), ElasticSampler(COUNT)
-    for one, other in ((block, elastic), (elastic, block)):
+    weighted, elastic = WeightedSampler([1] * COUNT), ElasticSampler(COUNT)
+    for one, other in ((weighted, elastic), (elastic, weighted)):
         state = one.state_dict()
         with pytest.raises(StateMismatchError, match=r"kind was '.*Sampler' when it was taken, and is '.*Sampler' now"):
             other.load_state_dict(state)

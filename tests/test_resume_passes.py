@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 from asyncloader import DataLoader
 from asyncloader.samplers import (
     BalancedBatchSampler,
-    BlockShuffleSampler,
+    ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
     PackingBatchSampler,
@@ -315,8 +315,8 @@ WINDOWED: dict[str, Callable[[], Any]] = {
     "of a mixture": lambda: BalancedBatchSampler(
         TOKENS, batch_size=3, window=12, seed=3, sampler=MixtureSampler([30, 30], [2, 1], stop="first", seed=4)
     ),
-    "by length, of blocks": lambda: LengthBatchSampler(
-        TOKENS, max_tokens=60, window=12, seed=3, sampler=BlockShuffleSampler([7] * 8 + [4], window=3, seed=5)
+    "by length": lambda: LengthBatchSampler(
+        TOKENS, max_tokens=60, window=12, seed=3, sampler=ElasticSampler(60, seed=5)
     ),
     "packed": lambda: PackingBatchSampler(TOKENS, block_size=40, batch_size=2, window=12, seed=3),
 }

@@ -20,7 +20,6 @@ from asyncloader.datasets import ParallelMap
 from asyncloader.online import Feed
 from asyncloader.samplers import (
     BalancedBatchSampler,
-    BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
@@ -95,7 +94,6 @@ def source_of_squares() -> Any:
 
 BY_SAMPLER: dict[str, Callable[..., Any]] = {
     "elastic": lambda puts=0: DataLoader(NUMBERS, 2, sampler=ElasticSampler(NUMBERS)),
-    "blocks": lambda puts=0: DataLoader(NUMBERS, 2, sampler=BlockShuffleSampler([8, 8, 8])),
     "weighted": lambda puts=0: DataLoader(NUMBERS, 2, sampler=WeightedSampler(LENGTHS)),
     "mixture": lambda puts=0: DataLoader(NUMBERS, 2, sampler=MixtureSampler([12, 12], [1, 2], stop="first")),
     "by length": lambda puts=0: DataLoader(NUMBERS, batch_sampler=LengthBatchSampler(LENGTHS, max_tokens=8)),

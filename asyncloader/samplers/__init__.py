@@ -1,7 +1,6 @@
 """Samplers: plain torch samplers, which work with any loader.
 
     ElasticSampler         all samples, shuffled, divided among ranks
-    BlockShuffleSampler    blocks of neighbours, shuffled, and the samples of a few of them mixed
     MixtureSampler         sources by weight
     WeightedSampler        samples by weights of their own
     LengthBatchSampler     batches of like length, under a budget of tokens
@@ -15,7 +14,6 @@ can be given the order of another sampler.
 """
 
 from asyncloader.samplers.balanced_batches import BalancedBatchSampler
-from asyncloader.samplers.block_shuffle import BlockShuffleSampler
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.length_batches import LengthBatchSampler
 from asyncloader.samplers.mixture import MixtureSampler
@@ -26,7 +24,6 @@ from asyncloader.samplers.weighted import WeightedSampler
 
 __all__ = [
     "BalancedBatchSampler",
-    "BlockShuffleSampler",
     "ElasticSampler",
     "LengthBatchSampler",
     "MixtureSampler",

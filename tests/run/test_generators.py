@@ -31,7 +31,6 @@ from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers import (
-    BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
@@ -158,7 +157,6 @@ SAMPLERS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
     "distributed": lambda own: {"sampler": DistributedSampler(range(2 * LENGTH), 2, 1)},
     "torch's batches": lambda own: batches(BatchSampler(RandomSampler(range(9), False, LENGTH, own), 2, False)),
     "elastic": lambda own: {"sampler": ElasticSampler(2 * LENGTH, 2, 1)},
-    "blocks": lambda own: {"sampler": BlockShuffleSampler([4, 4, 3])},
     "drawn by weight": lambda own: {"sampler": WeightedSampler([1.0] * LENGTH)},
     "a mixture": lambda own: {"sampler": MixtureSampler([8, 9], [1.0, 2.0], stop="first")},
     "by length": lambda own: batches(LengthBatchSampler([*range(1, 12)], max_tokens=22)),

@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, SequentialSampler, Tenso
 
 import asyncloader
 from asyncloader import ConfigurationError, StateMismatchError
-from asyncloader.samplers import BlockShuffleSampler, ElasticSampler, MixtureSampler
+from asyncloader.samplers import ElasticSampler, MixtureSampler
 from tests.samplers.legs import draw
 from tests.support import effort
 
@@ -174,8 +174,8 @@ def test_each_weight_holds_from_its_sample_on(cuts: list[int], ranks: int, data:
 
 def test_an_order_that_would_be_ignored_is_refused() -> None:
     """A sampler has a length, that of one rank, but neither a mixture nor ranks would follow its order."""
-    with pytest.raises(ConfigurationError, match="the order of a BlockShuffleSampler would be ignored"):
-        MixtureSampler([BlockShuffleSampler([20, 30]), 10])
+    with pytest.raises(ConfigurationError, match="the order of a ElasticSampler would be ignored"):
+        MixtureSampler([ElasticSampler(50), 10])
     with pytest.raises(ConfigurationError, match="the order of a SequentialSampler would be ignored"):
         ElasticSampler(SequentialSampler(range(9)))
 

@@ -22,7 +22,6 @@ from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSa
 from asyncloader import DataLoader, StateMismatchError
 from asyncloader.samplers import (
     BalancedBatchSampler,
-    BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
@@ -48,10 +47,9 @@ class Configuration:
         seeding: Of the loader.
         ranks: How many ranks share the data.
         rank: Whose share it is.
-        changed: How many weights, lengths or blocks differ from those of other configurations.
+        changed: How many weights or lengths differ from those of other configurations.
         window: Of samplers that look at so many samples at a time.
-        inner: Of a batch sampler by length, the kind of the sampler in it: "", "ElasticSampler" or
-            "BlockShuffleSampler".
+        inner: Of a batch sampler by length, the kind of the sampler in it: "", "ElasticSampler" or "WeightedSampler".
         num_workers: May differ.
     """
 
@@ -83,7 +81,7 @@ class Configuration:
             rank=chance.randrange(ranks),
             changed=0,
             window=chance.choice([20, 50]),
-            inner=chance.choice(["", "ElasticSampler", "BlockShuffleSampler"]),
+            inner=chance.choice(["", "ElasticSampler", "WeightedSampler"]),
             num_workers=chance.choice([0, 0, 0, 0, 1]),
         )
 
@@ -135,12 +133,6 @@ class Configuration:
         weights[self.places()] += 7.0
         return weights
 
-    def blocks(self) -> Any:
-        """Return how many samples are read together: as many samples, in other blocks where something differs."""
-        size = 10 + min(self.changed, 5)
-        blocks = [size] * (self.length // size)
-        return [*blocks, *[self.length - sum(blocks)] * (self.length % size > 0)]
-
     def divided(self) -> dict[str, Any]:
         """Return the arguments that our samplers share."""
         return {"num_replicas": self.ranks, "rank": self.rank, "seed": self.seed}
@@ -152,7 +144,7 @@ class Configuration:
         if self.inner == "ElasticSampler":
             inner: Any = ElasticSampler(self.length, seed=self.seed)
         else:
-            inner = BlockShuffleSampler(self.blocks(), window=2, seed=self.seed)
+            inner = WeightedSampler(self.weights(), seed=self.seed)
         return {"sampler": inner, **self.divided()}
 
 
@@ -199,11 +191,6 @@ KINDS = {
         lambda c: MixtureSampler(
             [100 + c.changed, c.length - 100 - c.changed], [2, 1 + (c.window == 50)], stop="first", **c.divided()
         ),
-        (*_ELASTIC, "changed", "window"),
-        is_elastic=True,
-    ),
-    "BlockShuffleSampler": Kind(
-        lambda c: BlockShuffleSampler(c.blocks(), window=c.window // 10, **c.divided()),
         (*_ELASTIC, "changed", "window"),
         is_elastic=True,
     ),

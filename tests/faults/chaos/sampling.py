@@ -26,7 +26,6 @@ from torch.utils.data import (
 
 from asyncloader.samplers import (
     BalancedBatchSampler,
-    BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
     MixtureSampler,
@@ -193,10 +192,6 @@ def _sources(length: int) -> list[int]:
     return [length // 2, length - length // 2]
 
 
-def _blocks(length: int) -> list[int]:
-    return [7] * (length // 7) + [length % 7] * bool(length % 7)
-
-
 _LAZILY = {"takes_generator": True, "lazily_from_own": True, "lazily_from_all": True}
 
 SAMPLINGS = (
@@ -259,11 +254,6 @@ SAMPLINGS = (
     Sampling(
         "MixtureSampler",
         _sampler(lambda s, g: MixtureSampler(_sources(s.length), [2, 1], stop="first", seed=s.seed)),
-        has_epochs=True,
-    ),
-    Sampling(
-        "BlockShuffleSampler",
-        _sampler(lambda s, g: BlockShuffleSampler(_blocks(s.length), window=3, seed=s.seed)),
         has_epochs=True,
     ),
     Sampling(

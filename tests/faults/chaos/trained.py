@@ -50,7 +50,6 @@ SAMPLING_NAMES = (
     "ElasticSampler",
     "WeightedSampler",
     "MixtureSampler",
-    "BlockShuffleSampler",
     "BalancedBatchSampler",
 )
 FROM_GLOBAL = {"shuffle=True", "RandomSampler", "WeightedRandomSampler"}
@@ -59,7 +58,6 @@ COUNTS_FOR_ITSELF = {
     "ElasticSampler",
     "WeightedSampler",
     "MixtureSampler",
-    "BlockShuffleSampler",
     "BalancedBatchSampler",
 }
 """Whose epochs the loader counts where nobody calls ``set_epoch``."""
