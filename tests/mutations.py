@@ -132,7 +132,7 @@ MUTATIONS = (
         "transport/free_list.py",
         "        self.nbytes -= capacity\n",
         "",
-        "transport/test_slab.py",
+        "transport/test_free_list.py",
     ),
     Mutation(
         "a worker writes into slabs that batches of the worker before are still in",
