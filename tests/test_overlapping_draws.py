@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from asyncloader import DataLoader, sample_rng, sample_seed
 from asyncloader.seeding.generators import left_alone
-from asyncloader.seeding.sample_context import SampleContext
+from asyncloader.seeding.sample_context import SampleContext, current
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch, steps
 from tests.support import effort
@@ -380,6 +380,33 @@ def test_nothing_is_said_where_nothing_is_wrong(draw: Any, options: dict[str, An
     random.random()
     run(Blocking(draw), **({"concurrency": 4} | options))
     assert SHARED not in logged.read_text()
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_a_batch_that_is_there_while_a_thread_is_in_a_block_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The block moves the generators; what is drawn outside of it is seen when it begins, or with the next batch."""
+    drawn, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        current.set(SampleContext(Seeder((1, 2, 3)), 0, 0, 0, watch))
+        with sample_seed():
+            random.random()
+            drawn.set()
+            leave.wait(60)
+
+    with left_alone(), caplog.at_level(logging.WARNING, "asyncloader"):
+        watch = DrawWatch(Seeder((1, 2, 3)), is_alone=True)
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert drawn.wait(60)
+        watch.on_batch()
+        leave.set()
+        thread.join()
+        watch.on_batch()
+        assert SHARED not in caplog.text
+        random.random()
+        watch.on_batch()
+    assert caplog.text.count(SHARED) == 1
 
 
 @pytest.mark.usefixtures("unwarned")

@@ -48,6 +48,9 @@ class Steps:
 
     is_on = False
 
+    def begin_run(self, seeder: Seeder) -> None:
+        """Begin another run."""
+
     def begin(self, sample: Any) -> None:
         """Begin a step of a sample."""
 

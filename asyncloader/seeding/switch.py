@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,10 @@ _WAY_OUT = (
 class DrawWatch(Steps):
     """Warns of the first draw of samples that share generators with others, and so cannot be seeded.
 
+    It watches all runs of a worker: threads may still be at samples of the last one.
+
     Args:
-        own: Generators of the dataset's own.
+        seeder: Of the first run. It knows the generators of the dataset's own.
         is_alone: Nobody else draws in this process: what has moved when a batch is there, its samples have moved.
             Otherwise each step is looked at, until the first batch is there: most trainers wait for that, and draw
             nothing meanwhile.
@@ -53,11 +55,16 @@ class DrawWatch(Steps):
 
     has_warned = False
 
-    def __init__(self, own: Iterable[Any] = (), *, is_alone: bool) -> None:
+    def __init__(self, seeder: Seeder, *, is_alone: bool) -> None:
         self.is_on = not is_alone
         self._is_alone = is_alone
-        self._positions = positions((*GLOBAL, *own))
-        self._mark = self._positions()
+        self.begin_run(seeder)
+
+    def begin_run(self, seeder: Seeder) -> None:
+        """Watch another run. The generators of the dataset's own were put back before it."""
+        with turns.lock:  # no thread is in a block, which moves them
+            self._positions = positions((*GLOBAL, *seeder.own))
+            self.begin()
 
     def begin(self, sample: object = None) -> None:
         """Begin a step."""
@@ -79,8 +86,9 @@ class DrawWatch(Steps):
     def on_batch(self) -> None:
         """Note that a batch is there."""
         self.is_on = False
-        if self._is_alone:
+        if self._is_alone and turns.lock.acquire(blocking=False):  # otherwise a thread moves them, in a block
             self.end()
+            turns.lock.release()
 
     def leave(self) -> None:
         """Have a block begin, which seeds the generators."""

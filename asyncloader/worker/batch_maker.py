@@ -270,12 +270,12 @@ class BatchMaker:
         self.seeder = Seeder(epoch.key, OwnGenerators(by_path, known, epoch.key), may_seed=may_seed)
         # In the trainer's process each batch gives them back.
         self._own_states = states_of(by_path.values()) if self.host.is_remote else []
-        if isinstance(self.switch, GeneratorSwitch):
+        if type(self.switch) is not Steps:
             self.switch.begin_run(self.seeder)
         elif self.spec.seeds_overlapping:
             self.switch = GeneratorSwitch(self.seeder, warns=not self._id)  # one warning is enough
         elif self.spec.shares_generators and not self._id:
-            self.switch = DrawWatch(by_path.values(), is_alone=self.host.is_remote)
+            self.switch = DrawWatch(self.seeder, is_alone=self.host.is_remote)
 
     @property
     def _seeds(self) -> bool:
