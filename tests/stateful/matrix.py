@@ -1,4 +1,9 @@
-"""All kinds of states of the installed torchdata, loaded by ours: ``python -m tests.stateful.matrix``.
+"""All kinds of states of the installed torchdata, loaded by ours: ``python -m tests.stateful.matrix [DATASET ...]``.
+
+Of another version (0.8.0, 0.9.0 and 0.10.1 were tried), which needs no installation:
+
+    pip install --no-deps --target FOLDER torchdata==0.8.0
+    PYTHONPATH=FOLDER python -m tests.stateful.matrix stream "its own iterator"
 
 For each program torchdata's loader gives two epochs without an interruption, with a state at each batch. Each of these
 states is then loaded into a loader of ours that is made alike, and what that gives is compared with what came after it.
