@@ -12,13 +12,15 @@ import asyncio
 import socket
 import threading
 import weakref
+from collections.abc import Coroutine
 from typing import Any
 
 from asyncloader import threads
 from asyncloader.online.errors import closed
 from asyncloader.online.forks import generation, keep_from_forks
 from asyncloader.online.link import Leased, Link, Request
-from asyncloader.online.producers import Producers
+from asyncloader.online.producers import Producers, cancel_later
+from asyncloader.online.puts import Puts
 from asyncloader.online.wire import Channel, Unreadable, peer
 
 
@@ -41,6 +43,7 @@ class Connection:
         self.address, self.version = address, -1
         self._requests: dict[int, Request] = {}
         self._is_over, self._process = False, generation()
+        self._local = threading.local()  # one event loop runs in a thread
         sock = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             sock.connect(address)
@@ -84,6 +87,14 @@ class Connection:
     def give_back(self, lease: int, *, failed: bool) -> None:
         """Have what is leased be leased again: what a call of this number has leased."""
         self._channel.send(Request().number, ("withdraw", lease, failed))
+
+    def puts(self) -> Puts:
+        """Return what puts for the tasks of this event loop."""
+        loop = asyncio.get_running_loop()
+        puts: Puts | None = getattr(self._local, "puts", None)
+        if puts is None or puts.loop is not loop:
+            puts = self._local.puts = Puts(weakref.proxy(self), loop)
+        return puts
 
     def close(self) -> None:
         """End the connection, which gives the leases of this process back. Not in a fork of the process."""
@@ -131,6 +142,27 @@ class FeedHandle(Producers):
     def __reduce__(self) -> Any:
         return FeedHandle, (self._address, self._user, self._has_source)
 
+    def put(
+        self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
+    ) -> Coroutine[Any, Any, None]:
+        """Put a sample, or a group: see `Feed.put`. What tasks put in one turn of their loop travels together.
+
+        Args:
+            samples: As there, and so on.
+            version: As there.
+            cost: As there.
+            priority: As there.
+        """
+        return self._put_unit((samples, *self._made_with(version), cost, priority))
+
+    async def _put_unit(self, unit: tuple[Any, ...]) -> None:
+        connection = self._connect()
+        try:
+            if await connection.puts().put(unit):
+                cancel_later()
+        finally:
+            del connection  # an error has the frames that it was raised in
+
     def close(self) -> None:
         """End the connection of this process."""
         with self._lock:
@@ -139,6 +171,9 @@ class FeedHandle(Producers):
                 self._connection = None
 
     def _link(self) -> Link:
+        return self._connect()
+
+    def _connect(self) -> Connection:
         if self._process != generation():  # a thread that is not in this fork may have had the lock
             self._lock, self._connection, self._process = threading.Lock(), None, generation()
         with self._lock:

@@ -24,6 +24,7 @@ class Request(Future[Any]):
         attempt: Returns the answer, or `WAITS`. Called with the feed's lock held.
         so_far: The answer if the call is withdrawn: of a put, how many samples are in.
         outcome: The answer, and the error, when one of them is known.
+        num_producers: How many wait for the answer.
         watches: The lease that it waits for the end of, or `VERSION`; None for others.
         thread: Waits for the answer; None for a task, or another process.
         name: Of the call, where that is in another process.
@@ -32,6 +33,7 @@ class Request(Future[Any]):
     attempt: Callable[[], Any]
     so_far: Any = None
     outcome: tuple[Any, Exception | None] = (None, None)
+    num_producers: int = 1
     watches: int | None = None
     thread: threading.Thread | None = None
     name = ""

@@ -192,7 +192,7 @@ class Producers:
             await asyncio.wait({answered})
             if request.exception() is not None or not is_done(request.result()):
                 raise
-            _cancel_later()
+            cancel_later()
 
     def _answer_sync(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
         """Return the answer to a call, in a thread, whose handlers of signals may raise."""
@@ -450,7 +450,7 @@ def _set(answered: asyncio.Future[None]) -> None:
         answered.set_result(None)
 
 
-def _cancel_later() -> None:
+def cancel_later() -> None:
     """Have this task be cancelled at its next await, because a cancellation came too late for this one.
 
     A time limit that ends with this await takes the cancellation back, and the task goes on.

@@ -217,6 +217,32 @@ class FeedServer:
 
         self._wait(request, self._putters, attempt)
 
+    def put_units(self, request: Request, units: list[tuple[Any, int, bool, float | None, float]]) -> None:
+        """Put units, one after the other, as far as there is room: for one at least, or an error.
+
+        The answer says of each what has become of it: None if it is in, or the error. Those for which there is no room
+        are not in it.
+        """
+        request.so_far, request.num_producers = [], len(units)
+
+        def attempt() -> Any:
+            outcomes: list[Exception | None] = []
+            for samples, version, is_default, cost, priority in units:
+                try:
+                    self._check_open()
+                    own = min(version, self.ledger.version) if is_default else version
+                    unit = self._checked(samples, own, cost, priority)
+                except Exception as error:
+                    outcomes.append(_portable(error))
+                    continue
+                if not self.ledger.has_room:
+                    break
+                self.ledger.put(*unit)
+                outcomes.append(None)
+            return outcomes or WAITS
+
+        self._wait(request, self._putters, attempt)
+
     def new_reader(self) -> int:
         """Return the number of an iterator that is made now. Those of before are given nothing more."""
         with Change(self):
@@ -534,7 +560,8 @@ class FeedServer:
         with Change(self):
             handles = 0 if self._door is None else self._door.num_connections
             waits = self._trainer_waits.total_s, self._producers_wait.total_s
-            return FeedStats.of(self.ledger, handles, len(self._leasers) + len(self._putters), *waits)
+            waiting = sum(request.num_producers for request in (*self._leasers, *self._putters))
+            return FeedStats.of(self.ledger, handles, waiting, *waits)
 
     # ------------------------------------------------------------------------------------------------------- the lock
 
@@ -694,6 +721,13 @@ def _copied(units: list[Any]) -> list[Any]:
         file.seek(0)
         copies.append(unpickler.load())
     return copies
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that can travel with others, without the frames that it was raised in."""
+    if type(error) in (ValueError, FeedClosedError):
+        return error.with_traceback(None)
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _as_version(value: Any) -> int | None:

@@ -448,13 +448,16 @@ async def test_a_put_that_was_done_before_it_was_cancelled() -> None:
 
     task = asyncio.create_task(put("cancelled"))
     await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it was sent, with what others have put in this turn
     wait_for_put(1)
     task.cancel()
     await asyncio.wait({task})
     assert task.cancelled()
     assert done == ["cancelled"]
-    asyncio.get_running_loop().call_soon(wait_for_put, 2)
-    async with asyncio.timeout(0):
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        loop.call_soon(loop.call_soon, wait_for_put, 2)
+        loop.call_soon(limit.reschedule, 0)
         await handle.put("limited")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
