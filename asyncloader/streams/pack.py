@@ -22,9 +22,9 @@ TooLong = Literal["raise", "drop", "cut"]
 class Pack(Windowed[Block]):
     """Stream blocks of samples that fit together, filled as well as a window of samples allows.
 
-    A block begins with the sample that has waited longest. Then, again and again, that one of the window is added which
-    takes most of what is left: of all budgets together, each weighted by its room ("dot product" packing; under one
-    budget that is the longest sample that fits). Nothing is lost at the end of an epoch.
+    A block begins with the samples that have waited longest, for up to half of it. Then, again and again, that one
+    of the window is added which takes most of what is left: of all budgets together, each weighted by its room ("dot
+    product" packing; under one budget that is the longest sample that fits). Nothing is lost at the end of an epoch.
 
     A block is a list of samples. :func:`~asyncloader.samplers.pack_collate` lays blocks out as tensors: tokens,
     position ids, document ids, `cu_seqlens`.
@@ -161,37 +161,53 @@ class Pack(Windowed[Block]):
             chosen.append(number)
         return chosen
 
+    def _oldest(self) -> list[int]:
+        """Return the samples that have waited longest, up to half of a block; the first one in any case.
+
+        Otherwise short ones would wait for a thousand blocks, and a state has all that was given meanwhile.
+        """
+        used, chosen = [0] * len(self._capacity), list[int]()
+        for number, each in self._window.items():
+            used = [own + cost - each.start for own, cost in zip(used, each.cost, strict=True)]
+            if chosen and any(2 * own > most for own, most in zip(used, self._capacity, strict=True)):
+                break
+            chosen.append(number)
+        return chosen
+
     def _longest(self) -> list[int]:
-        """Return the first sample of the window, and again and again the longest one that fits; under one budget."""
-        by_cost, room, chosen = self._by_cost, self._capacity[0], []
-        number, first = next(iter(self._window.items()))
-        place = bisect_left(by_cost, (first.cost[0] - first.start, -number))
-        while place >= 0:
+        """Return the oldest samples, and again and again the longest one that fits; under one budget."""
+        by_cost, room, chosen = self._by_cost, self._capacity[0], self._oldest()
+        for number in chosen:
+            each = self._window[number]
+            cost, _ = by_cost.pop(bisect_left(by_cost, (each.cost[0] - each.start, -number)))
+            room -= cost
+        while (place := bisect_left(by_cost, (room, 1)) - 1) >= 0:
             cost, number = by_cost.pop(place)
             chosen.append(-number)
             room -= cost
-            place = bisect_left(by_cost, (room, 1)) - 1
         return sorted(chosen)
 
     def _fitting(self) -> list[int]:
-        """Return the first sample of the window, and again and again the one that fits best; under several budgets."""
+        """Return the oldest samples, and again and again the one that fits best; under several budgets."""
         numbers = [*self._window]
         new = [self._window[number].cost for number in numbers[len(self._costs[0]) :]]
         costs = self._costs = [np.append(own, [each[b] for each in new]) for b, own in enumerate(self._costs)]
-        room, places, chosen, best = [*self._capacity], np.arange(len(numbers)), [], 0
+        chosen = [*range(len(self._oldest()))]
+        room = [most - int(own[chosen].sum()) for most, own in zip(self._capacity, costs, strict=True)]
+        places = np.arange(len(numbers))
+        is_left = places >= len(chosen)
         while True:
-            chosen.append(int(places[best]))
-            room = [left - int(own[best]) for left, own in zip(room, costs, strict=True)]
-            fits = costs[0] <= room[0]
-            for own, left in zip(costs[1:], room[1:], strict=True):
-                fits &= own <= left
-            fits[best] = False
-            places, costs = places[fits], [own[fits] for own in costs]  # nothing that is too large now fits later
+            for own, left in zip(costs, room, strict=True):
+                is_left &= own <= left
+            places, costs = places[is_left], [own[is_left] for own in costs]  # nothing that is too large now fits later
             if not len(places):
                 self._costs = [np.delete(own, chosen) for own in self._costs]
                 return sorted(numbers[place] for place in chosen)
             scores = [own * (left / most**2) for own, left, most in zip(costs, room, self._capacity, strict=True)]
             best = int(sum(scores[1:], scores[0]).argmax())
+            chosen.append(int(places[best]))
+            room = [left - int(own[best]) for left, own in zip(room, costs, strict=True)]
+            is_left = np.arange(len(places)) != best
 
     # --------------------------------------------------------------------------------------------------------- states
 

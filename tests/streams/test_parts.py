@@ -177,6 +177,16 @@ def test_blocks_are_full() -> None:
     assert all(sum(pair[name] for pair in block) <= most for block in blocks for name, most in names.items())
 
 
+def test_short_samples_do_not_wait_for_long() -> None:
+    """Or a state would have all that was given meanwhile: the longest samples fill each block."""
+    draw = random.Random(0)
+    shards = [[min(2048, int(draw.lognormvariate(5, 1.5)) + 1) for _ in range(2000)] for _ in range(10)]
+    read = ShardedStream(shards, lambda shard, start: shard[start:])
+    stream = Pack(Shuffle(Mix([read], [1]), 1000), {"tokens": 2048}, lambda length: length)
+    sizes = [len(json.dumps(stream.state_dict())) for number, _ in enumerate(stream) if number % 100 == 50]
+    assert max(sizes) < 64 << 10
+
+
 def test_long_samples_are_refused_dropped_or_cut() -> None:
     """And cut ones lose no token."""
     words = ["aaaa", "bbbbbbbbbbbb", "c", "dd"]
