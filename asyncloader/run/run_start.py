@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -134,7 +135,7 @@ def begin(
         has_past=last is not None,
         warned=runs.warned,
         is_resumed=state is not None and not state.is_between_runs,
-        left_out=there.left_out,
+        left_out=index(there.left_out),  # a file that was tampered with may say anything
     )
     runs.begin(checkpointer, state)
     return RunStart(plan, checkpointer, starts)
