@@ -317,7 +317,7 @@ class _Samples(Iterator[Any]):
     def __init__(self, stream: Stream[Any]) -> None:
         self._stream = stream
         self._part: Stream[Any] | None = None  # what reads
-        self._lock = threading.Lock()  # held by a thread that takes samples, and by what looks at the part meanwhile
+        self._lock = threading.RLock()  # held to take samples in a thread, and to look at the part; again by a handler
 
     def _reading(self) -> Stream[Any]:
         """Return what reads. The first call begins the reading.
