@@ -14,10 +14,10 @@ FIND_PYTHON := for python in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versi
 	$$python -c "" 2>/dev/null && break; done
 VERSIONS := 3.11 3.12 3.13 3.14 3.15
 MINUTES ?= 10
-# Tests run in this many processes, more than two cores, since tests wait for processes; what is about time has the
-# machine for itself (the marker `alone`). `make test JOBS=0` runs them in one.
+# Tests run in this many processes, more than two cores, since tests wait for processes; what is about time runs when
+# all else has ended (the marker `alone`). `make test JOBS=0` runs them in one.
 JOBS ?= 4
-BESIDE := -n $(JOBS) --dist worksteal
+BESIDE := --beside $(JOBS)
 # The suites that have no packages of their own, and that can be collected without those.
 CORE := --ignore=tests/frameworks --ignore=tests/clusters
 SERVICES_READY := $(VENV)/.ready-services
@@ -33,17 +33,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test collect test-all matrix test-frameworks test-frameworks-with-ray test-frameworks-without-ray test-services test-ray soak lint typecheck docs bench bench-outsiders gpu compare-loaders build dist clean help
+.PHONY: demo test test-all matrix test-frameworks test-frameworks-with-ray test-frameworks-without-ray test-services test-ray soak lint typecheck docs bench bench-outsiders gpu compare-loaders build dist clean help
 
 demo: $(OWN_READY) ## one training, beside torch's loader: how long it waits, a worker that is killed, a resume
 	$(BIN)/python examples/demo.py
 
 test: $(READY) ## the tests that are quick; ROOM=transport: those of tests/transport
 	$(BIN)/python -m pytest $(BESIDE) $(if $(ROOM),tests/$(ROOM),$(CORE))
-
-# In a new checkout pytest rewrites the asserts of 280 files: once here, and otherwise in each of JOBS processes.
-collect: $(READY) ## collect the quick tests, and run none
-	@$(BIN)/python -m pytest --collect-only -qq $(CORE) > /dev/null
 
 # Not beside each other: frameworks and Ray each start clusters of Ray, and a program takes part in the latest of a machine.
 test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included

@@ -8,10 +8,8 @@ import faulthandler
 import inspect
 import logging
 import multiprocessing
-import os
 import signal
 import sys
-import tempfile
 import textwrap
 import types
 import zlib
@@ -24,16 +22,14 @@ import pytest
 import torch
 import torch.utils.data
 
-from tests.support import covering, deadlines, effort, small_forks
-from tests.support.beside import Room
+from tests.support import beside, covering, deadlines, effort, small_forks
 from tests.support.leftovers import Holdings
 from tests.support.nursery import End, Nursery, Program
 
 START_METHODS = ("fork", "forkserver", "spawn")
-ALONE = ("alone", "soak", "benchmark", "gpu")
 PASSED = pytest.StashKey[bool]()
-ROOM = pytest.StashKey[Room]()
-ROOM_FILE = pytest.StashKey[str]()
+NURSERY = pytest.StashKey[Nursery]()
+TORCH_THREADS = pytest.StashKey[int]()
 
 # What an example takes is a matter of what else the machine does.
 hypothesis.settings.register_profile(
@@ -42,8 +38,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Let a run choose how workers are started where a test does not say."""
+    for plugin in (beside, deadlines):
+        pluginmanager.register(plugin)
     parser.addoption(
         "--start-method",
         choices=START_METHODS,
@@ -61,11 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers used here, and see that a crash of the interpreter tells where."""
     config.addinivalue_line("markers", "leaks(reason): what this test leaves behind is not counted, for this reason")
     config.addinivalue_line("markers", "forked(reason): workers are forked, whatever this platform does by default")
-    config.pluginmanager.register(deadlines)
+    # A module that computes something large while it is collected would start threads, for which forks would wait.
+    config.stash[TORCH_THREADS] = torch.get_num_threads()
+    torch.set_num_threads(1)
     effort.is_quick = "slow" in config.option.markexpr
     hypothesis.settings.register_profile("this run", max_examples=effort.examples(100))
     hypothesis.settings.load_profile("this run")
-    config.stash[ROOM] = Room(getattr(config, "workerinput", {}).get("room"))
     if not faulthandler.is_enabled():
         faulthandler.enable()
     # Three times a test, pytest attaches its handlers to each logger that does not propagate: torch has 40 of those.
@@ -78,17 +77,6 @@ def pytest_configure(config: pytest.Config) -> None:
         devices.traceback = types.SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
     # Workers of the forkserver then start as fast as forked ones; what is tested is not the import of torch.
     multiprocessing.set_forkserver_preload(["__main__", "numpy", "torch", "torch.utils.data"])
-
-
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist has it
-def pytest_configure_node(node: Any) -> None:
-    """Tell each process of several where they meet."""
-    if ROOM_FILE not in node.config.stash:
-        fd, path = tempfile.mkstemp(prefix="asyncloader-tests-")
-        os.close(fd)
-        node.config.stash[ROOM_FILE] = path
-        node.config.add_cleanup(Path(path).unlink)
-    node.workerinput["room"] = node.config.stash[ROOM_FILE]
 
 
 def pytest_asyncio_loop_factories(
@@ -118,10 +106,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Have nothing beside a test that is to be alone."""
-    with item.config.stash[ROOM].entered(alone=any(item.get_closest_marker(marker) for marker in ALONE)):
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Have one nursery for all processes that run tests, from the first test to the last."""
+    torch.set_num_threads(session.config.stash[TORCH_THREADS])
+    wanted = any("nursery" in getattr(item, "fixturenames", ()) for item in session.items)
+    if not wanted or session.config.option.collectonly:
         return (yield)
+    made = session.config.stash[NURSERY] = Nursery()
+    try:
+        return (yield)
+    finally:
+        made.close()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -240,11 +235,9 @@ def patient_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def nursery(pytestconfig: pytest.Config) -> Nursery:
     """The process from which programs are forked."""
-    made = Nursery()
-    yield made
-    made.close()
+    return pytestconfig.stash[NURSERY]
 
 
 @pytest.fixture

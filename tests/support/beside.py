@@ -1,44 +1,248 @@
-"""Tests beside one another in several processes (pytest-xdist), and those that have to be alone.
+"""A plugin: tests in several processes, each a copy of the one that has collected them. `pytest --beside 4`.
 
-A test marked `alone` is about time, or about how busy the machine is. It begins when the tests of the other processes
-have ended theirs, and they wait for its end. Locks on two bytes of a file do that. Whoever comes passes the door first:
+    pytest collects ──fork──> a copy: is given places of tests, runs them, sends the reports
+                    ──fork──> a copy ...
+    and shows the reports. A copy that dies fails the test that it was at, and another one goes on with the rest.
 
-    byte 0   the door     held while one waits for the room: who wants it alone is not overtaken by those who come later
-    byte 1   the room     shared by tests; exclusive to one that is alone
-
-They are record locks (fcntl), which belong to a process: workers that a test forks do not hold them.
+Imports and collection would be half a minute of CPU time in four processes that each start anew; here they are made
+once. Tests marked `alone` are about time, or how busy the machine is: one copy runs them when all others have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import gc
+import itertools
+import multiprocessing
+import multiprocessing.connection
 import os
-from collections.abc import Iterator
+import signal
+import time
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-DOOR, ROOM = 0, 1
+import pytest
+
+ALONE = ("alone", "soak", "benchmark", "gpu")
+LARGEST_PIECE = 60
+ENDS_WITHIN_S = 30.0
+OWNER = pytest.StashKey[int]()
+"""The process that runs tests now: its forked copies find out by it that they are copies."""
 
 
-class Room:
-    """Where the tests of one run, in however many processes, meet.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run choose how many processes run tests."""
+    parser.addoption("--beside", type=int, default=0, metavar="N", help="run tests in N forked copies of this process")
 
-    Args:
-        path: A file that the processes have in common, and that stays until all have ended; None: there is one process.
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say which process runs tests, as long as there is one."""
+    config.stash[OWNER] = os.getpid()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run tests in copies where that is asked for."""
+    count = session.config.option.beside
+    if not count or session.testsfailed or session.config.option.collectonly:
+        return None
+    session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # that all of them have a part of
+    if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        reporter.showfspath = False  # reports of several files come by turns
+    crowd, alone = [], []
+    for place, item in enumerate(session.items):
+        (alone if any(map(item.get_closest_marker, ALONE)) else crowd).append(place)
+    Crew(session, crowd, count).run()
+    Crew(session, alone, 1).run()
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ the side of pytest
+
+
+class Copy:
+    """A process that runs tests.
+
+    Attributes:
+        given: The tests that it has not begun, by their places among all.
+        at: The test that it is at.
+        code: How it has ended, as of a process; None: it has not.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self._fd = None if path is None else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, session: pytest.Session, number: int, others: Sequence[Copy]) -> None:
+        self.given: deque[int] = deque()
+        self.at: int | None = None
+        self.code: int | None = None
+        self.connection, theirs = multiprocessing.Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            for copy in (*others, self):
+                copy.connection.close()
+            run_tests(session, number, theirs)
+        theirs.close()
 
-    @contextlib.contextmanager
-    def entered(self, *, alone: bool) -> Iterator[None]:
-        """Be in the room, with others or not."""
-        if self._fd is None:
-            yield
-            return
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, DOOR)
-        fcntl.lockf(self._fd, fcntl.LOCK_EX if alone else fcntl.LOCK_SH, 1, ROOM)
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, DOOR)
+    def has_ended(self) -> bool:
+        """Whether it is gone; to be asked before what it has sent is read for the last time."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is not None
+
+    def messages(self) -> Iterator[tuple[str, Any]]:
+        """Return what it has sent."""
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while self.connection.poll():
+                yield self.connection.recv()
+
+    def stop(self) -> None:
+        """End it as Ctrl-C would, so that its fixtures come to their ends; kill it if it does not end."""
+        for signum in (signal.SIGINT, signal.SIGKILL):
+            if self.has_ended():
+                return
+            os.kill(self.pid, signum)
+            deadline = time.monotonic() + ENDS_WITHIN_S
+            while not self.has_ended() and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+
+class Crew:
+    """The copies that run some of the tests.
+
+    Args:
+        session: Has all tests.
+        places: Those that are to be run.
+        count: How many copies there are at a time.
+    """
+
+    def __init__(self, session: pytest.Session, places: Sequence[int], count: int) -> None:
+        self._session = session
+        self._left = deque(places)
+        self._count = count
+        self._copies: list[Copy] = []
+        self._numbers = itertools.count()
+
+    def run(self) -> None:
+        """Have the tests run, and report on each.
+
+        Raises:
+            Session.Failed: after as many failures as the user wants to see at most.
+        """
         try:
-            yield
+            while self._left or self._copies:
+                while len(self._copies) < min(self._count, len(self._left)):
+                    self._copies.append(Copy(self._session, next(self._numbers), self._copies))
+                multiprocessing.connection.wait([copy.connection for copy in self._copies], 0.1)
+                for copy in self._copies[:]:
+                    has_ended = copy.has_ended()
+                    for message in copy.messages():
+                        self._hear(copy, *message)
+                    if has_ended:
+                        self._let_go(copy)
+                if reason := self._session.shouldfail or self._session.shouldstop:
+                    raise self._session.Failed(reason)
         finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, ROOM)
+            for copy in self._copies:
+                copy.stop()
+
+    def _hear(self, copy: Copy, what: str, content: Any) -> None:
+        hook = self._session.config.hook
+        if what == "at":
+            copy.at = copy.given.popleft()
+        elif what == "report":
+            report = hook.pytest_report_from_serializable(config=self._session.config, data=content)
+            hook.pytest_runtest_logreport(report=report)
+        else:
+            copy.at = None if what == "done" else copy.at
+            if what == "more":
+                piece = min(LARGEST_PIECE, len(self._left) // (4 * self._count)) or 1
+                given = [self._left.popleft() for _ in range(min(piece, len(self._left)))]
+                copy.given.extend(given)
+                with contextlib.suppress(ConnectionError):
+                    copy.connection.send(given)
+
+    def _let_go(self, copy: Copy) -> None:
+        self._copies.remove(copy)
+        copy.connection.close()
+        self._left.extendleft(reversed(copy.given))
+        if copy.at is not None:
+            item = self._session.items[copy.at]
+            how = f"was killed by signal {-copy.code}" if copy.code and copy.code < 0 else f"exited with {copy.code}"
+            text = f"the process that ran {item.nodeid} {how}"
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+            item.config.hook.pytest_runtest_logreport(report=report)
+        elif copy.code:
+            raise RuntimeError(f"a process that runs tests ended between two of them, with {copy.code}")
+
+
+# ------------------------------------------------------------------------------------------------ the side of a copy
+
+
+def run_tests(session: pytest.Session, number: int, connection: multiprocessing.connection.Connection) -> None:
+    """Run the tests that this copy is given, and end."""
+    code = 1
+    try:
+        gc.freeze()  # a collection would write to every page
+        become_copy(session.config, number, connection)
+        # Of each test the next one has to be known, for which its fixtures may stay.
+        for place, following in itertools.pairwise(itertools.chain(places(connection), [None])):
+            assert place is not None
+            connection.send(("at", None))
+            item, nextitem = session.items[place], None if following is None else session.items[following]
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+            connection.send(("done", None))
+        code = 0
+    except (KeyboardInterrupt, ConnectionError):
+        with contextlib.suppress(BaseException):
+            session._setupstate.teardown_exact(None)
+    finally:
+        os._exit(code)
+
+
+def become_copy(config: pytest.Config, number: int, connection: multiprocessing.connection.Connection) -> None:
+    """Have this process a capture, a folder and a terminal of its own; reports go to the process that shows them."""
+    config.stash[OWNER] = os.getpid()
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    folders: Any = config._tmp_path_factory  # type: ignore[attr-defined]
+    folders._basetemp = folders.mktemp(f"copy-{number}")
+    config.pluginmanager.unregister(name="terminalreporter")
+    terminal = types.SimpleNamespace(_tw=_terminal(config))  # pytest-timeout shows stacks there
+    config.pluginmanager.register(terminal, "terminalreporter")
+    config.pluginmanager.register(Teller(config, connection))
+
+
+def _terminal(config: pytest.Config) -> Any:
+    """Return what writes to the terminal in a copy."""
+    from _pytest.config import create_terminal_writer
+
+    return create_terminal_writer(config, os.fdopen(os.dup(2), "w"))
+
+
+class Teller:
+    """A plugin of a copy: sends the reports."""
+
+    def __init__(self, config: pytest.Config, connection: multiprocessing.connection.Connection) -> None:
+        self._config = config
+        self._connection = connection
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Send a report."""
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._connection.send(("report", data))
+
+
+def places(connection: multiprocessing.connection.Connection) -> Iterator[int]:
+    """Return the places of the tests that a copy is given, as long as it is given more."""
+    with contextlib.suppress(EOFError):
+        while given := _more(connection):
+            yield from given
+
+
+def _more(connection: multiprocessing.connection.Connection) -> list[int]:
+    connection.send(("more", None))
+    given: list[int] = connection.recv()
+    return given

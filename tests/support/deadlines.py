@@ -3,11 +3,9 @@
     timeout        pytest-timeout raises in the test: 60 s, see `timeout` in pyproject.toml and the marker `timeout`
     timeout × 5/4  faulthandler writes all stacks and ends the process: for C code that holds the lock of Python, for
                    uvloop, which runs no handler while nothing happens, and for fixtures that hang after the test
-                   failed. pytest-xdist names the test that was running, and starts another process
+                   failed. Where tests run beside others, the report names the test that was running (beside.py)
 
-pytest-xdist takes a process for dead when its pipes are closed. Forked copies have the same pipes: `let_go_in_copies`
-closes them there. Without that, one worker process that outlives its trainer keeps the whole run waiting for ever. A
-copy that comes out of its test ends there: it would go on as a second pytest.
+A forked copy that comes out of its test ends there: it would go on as a second pytest.
 """
 
 from __future__ import annotations
@@ -21,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.beside import OWNER
+
 HARD = 5 / 4
 LEFT_OUT_S = 180.0
 SOAK_S = 1800.0
@@ -29,29 +29,12 @@ LEFT_OUT = ("slow", "gpu", "benchmark", "services", "ray", "frameworks", "soak")
 LIMIT_S = pytest.StashKey[float]()
 STDERR = pytest.StashKey[int]()
 FAILED = pytest.StashKey[bool]()
-PID = os.getpid()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the stderr that is not captured, and let forked copies of a process of pytest-xdist have no part in it."""
+    """Keep the stderr that is not captured."""
     fd = config.stash[STDERR] = os.dup(2)
     config.add_cleanup(lambda: os.close(fd))
-    for plugin in config.pluginmanager.get_plugins():
-        if type(plugin).__name__ == "WorkerInteractor":  # pytest-xdist's: this process answers to another one
-            pipes = plugin.channel.gateway._io
-            let_go_in_copies(pipes.infile.fileno(), pipes.outfile.fileno())
-
-
-def let_go_in_copies(*fds: int) -> None:
-    """Have each forked copy of this process replace these descriptors: they are closed, their numbers stay taken."""
-
-    def let_go() -> None:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for fd in fds:
-            os.dup2(nothing, fd, inheritable=False)
-        os.close(nothing)
-
-    os.register_at_fork(after_in_child=let_go)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -96,7 +79,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Note failures; end a forked copy that has come out of its test."""
     if call.excinfo is not None:
         item.stash[FAILED] = True
-    if os.getpid() != PID:
+    if os.getpid() != item.config.stash[OWNER]:
         traceback.print_exception(call.excinfo.value if call.excinfo else None)
         sys.stderr.flush()
         os._exit(1)

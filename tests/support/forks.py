@@ -4,7 +4,7 @@
     assert child.wait() == 0             # 0 where it returned None or True
 
 A copy that raised would otherwise go on as a second pytest, in the place of the first one: it would run tests, and
-answer for a worker of pytest-xdist. The copy's traceback is written to stderr.
+answer for the one that reports (beside.py). The copy's traceback is written to stderr.
 """
 
 from __future__ import annotations
