@@ -20,6 +20,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torch.testing
 import torch.utils.data
 
 from tests.support import beside, covering, deadlines, effort, small_forks
@@ -75,6 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # texts of the stack, which is deep here, are 3 ms of CPU time.
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         devices.traceback = types.SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
+    # torch.testing.assert_close asks whether a tensor is distributed, and imports torch.distributed.tensor and sympy to
+    # know: 2 s of CPU time in each process of the tests, and 75 MB whose page tables every later fork copies.
+    torch.testing._comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]
     # Workers of the forkserver then start as fast as forked ones; what is tested is not the import of torch.
     multiprocessing.set_forkserver_preload(["__main__", "numpy", "torch", "torch.utils.data"])
 

@@ -25,6 +25,7 @@ from asyncloader.samplers import (
     PackingBatchSampler,
     WeightedSampler,
 )
+from tests.support import effort
 
 COUNT = 40
 _LENGTHS = [1 + index * 7 % 13 for index in range(COUNT)]
@@ -101,7 +102,7 @@ _EPOCHS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=effort.examples(60))
 @given(kind=st.sampled_from([*MAKES, "stream"]), epochs=_EPOCHS, data=st.data())
 def test_a_run_counts_where_nobody_sets_the_epoch_and_so_does_one_that_is_resumed(
     kind: str, epochs: list[Any], data: Any

@@ -148,9 +148,8 @@ ODD = ("dynamic", "renewed", "persistent")
     ],
 )
 def test_items_come_whole(fn: Any, options: dict[str, Any]) -> None:
-    """Epoch after epoch, and after one that is left in the middle."""
+    """Also after an epoch that is left in the middle."""
     loader = loader_of(fn, **options)
-    assert flat(loader) == WANTED
     iterator = iter(loader)
     assert flat([next(iterator), next(iterator)]) == WANTED[:8]
     del iterator

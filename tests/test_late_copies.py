@@ -241,7 +241,7 @@ def wait_for_renewals(iterator: Any, count: int) -> None:
     wait_until(lambda: iterator.stats().workers.renewals >= count)
 
 
-@pytest.mark.parametrize("kind", [Sampled, ShowsIt, InPlace])
+@pytest.mark.parametrize("kind", [Sampled, pytest.param(ShowsIt, marks=pytest.mark.slow), InPlace])
 def test_two_iterators_of_two_epochs(kind: Any) -> None:
     """At once, and the workers of both are renewed."""
     loader: Any = DataLoader(kind(), **inside.renewed_after(12), **PLAIN)

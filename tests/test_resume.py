@@ -232,7 +232,7 @@ def test_a_run_goes_on_from_every_batch(case: str, backend: str) -> None:
     assert_resumable(make, resume_with=resume, restore_generators=saved_with == 0 or case == "distributed")
 
 
-@pytest.mark.parametrize("workers", [(2, 1), (0, 2), (1, 0)])
+@pytest.mark.parametrize("workers", [(2, 1), (0, 2), pytest.param((1, 0), marks=pytest.mark.slow)])
 async def test_a_run_goes_on_in_async_for(workers: tuple[int, int]) -> None:
     """The same by the other face."""
     make, resume = (maker(number, shuffle=True, noise=0 not in workers) for number in workers)

@@ -7,7 +7,7 @@ import random
 from collections import deque
 
 from asyncloader.engine.tracks import History, Track
-from asyncloader.messages.snapshot import Frozen, Made, WorkerStart, as_plain, from_plain
+from asyncloader.messages.snapshot import Frozen, Made, Untold, WorkerStart, as_plain, from_plain
 
 
 def test_the_place_is_before_the_first_that_is_missing() -> None:
@@ -92,3 +92,32 @@ def test_a_long_history_is_no_burden() -> None:
     assert [len(each.start.made) for each in kept] == [10_000, 20_000, 30_000, 40_000]
     history.done(50_000, Frozen({"dataset": 1}))
     assert history.start.made == ()
+
+
+def test_what_nobody_knows_is_not_made_again() -> None:
+    """After a state that could not be taken nothing is, until the next one was taken."""
+    history = History(WorkerStart(made=(Made((1, 2, 3), 0, [0]),)), (1, 2, 3), overlaps=False)
+    history.done(1, None, [1])
+    history.done(2, Untold("it raised"))
+    history.done(3, None, [3])
+    assert history.start == WorkerStart()
+    state = Frozen({"dataset": 1})
+    history.done(4, state)
+    history.done(5, None, [5])
+    assert history.start == WorkerStart(0, state, made=(Made((1, 2, 3), 5, [5]),))
+
+
+def test_where_batches_overlap_the_latest_state_stands_for_itself() -> None:
+    """Whichever is told last; what was made after it is not told, for some of that is in it."""
+    first, second = Frozen({"dataset": 1}), Frozen({"dataset": 2})
+    first.taken_at, second.taken_at = 1.0, 2.0
+    for overlaps, kept in ((True, second), (False, first)):
+        history = History(WorkerStart(), (1, 2, 3), overlaps=overlaps)
+        history.done(1, second)
+        history.done(0, first)
+        history.done(2, None, [2])
+        assert history.start == WorkerStart(0, kept, made=() if overlaps else (Made((1, 2, 3), 2, [2]),))
+    history = History(WorkerStart(), (1, 2, 3), overlaps=True)
+    history.done(0, first)
+    history.done(1, second)
+    assert history.start == WorkerStart(0, second)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import random
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from asyncloader import DataLoader
 from asyncloader.engine.portal import get_portal
 from asyncloader.signals import HandlersWait
 from tests.faults.test_interrupts_everywhere import CtrlC, RealCtrlC
+from tests.support import effort
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
@@ -106,9 +108,10 @@ def test_a_task_is_woken_wherever_an_interrupt_hits(options: dict[str, Any]) -> 
         async for batch in iterator:
             seen += batch.tolist()
 
-    moment = uninterrupted = 0
+    step = 3 if effort.is_quick else 1
+    moment, uninterrupted = random.SystemRandom().randrange(step) - step + 1, 0
     while uninterrupted < 3:
-        moment += 1
+        moment += step
         interrupt, seen = CtrlC(moment), list[int]()
         with a_loop() as loop:
             iterator = aiter(DataLoader(Numbers(), **options))  # type: ignore[arg-type]

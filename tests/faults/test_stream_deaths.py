@@ -230,7 +230,7 @@ def test_an_epoch_with_deaths_is_the_undisturbed_one(kind: Any, options: dict[st
     if kind is OfIterator:  # until it has told where it is, it cannot be replaced
         first, options = 36, {**options, "concurrency": 4, "snapshot_every_n_steps": 1}
     plans = ([f"await {first}"], [f"read {first}", f"await {first + 1}", "await 43", "read 48"], [f"read {last}"])
-    for events in plans[effort.is_quick :]:
+    for events in plans[1:2] if effort.is_quick else plans:
         plan(folder, *events)
         loader = make_loader(kind, folder, **options, max_retries=5)
         assert [plain(batch) for batch in loader] == expected
@@ -335,7 +335,7 @@ def test_a_storm_of_deaths(folder: Path) -> None:
 def test_a_run_goes_on_in_the_middle_and_after_deaths(kind: Any, folder: Path) -> None:
     """A state taken when batches are ahead; the run that goes on from it is disturbed as well."""
     expected = undisturbed(kind, folder)
-    for taken in (5, 14) if effort.is_quick else (1, 5, 9, 14):
+    for taken in (9,) if effort.is_quick else (1, 5, 9, 14):
         loader = make_loader(kind, folder)
         with iter(loader) as iterator:
             found = [plain(next(iterator)) for _ in range(taken)]
@@ -454,9 +454,9 @@ def test_batches_that_raise_are_read_over_as_they_were_read(on_error: Any, folde
     options: dict[str, Any] = {"on_error": on_error, "num_workers": 1, "concurrency": 24}
     expected = outcomes(make_loader(Bumpy, folder, **options))
     assert len({str(outcome) for outcome in expected}) > 12
-    for number in (24, 47):
+    for number in effort.half((24, 47), len(on_error)):
         plan(folder, f"hang at {number}")
-        loader = make_loader(Bumpy, folder, **options, timeout=0.3, on_timeout="retry")
+        loader = make_loader(Bumpy, folder, **options, timeout=1.0, on_timeout="retry")
         assert outcomes(loader) == expected
         assert not list(folder.iterdir())
     loader = make_loader(Bumpy, folder, **options)
@@ -464,7 +464,7 @@ def test_batches_that_raise_are_read_over_as_they_were_read(on_error: Any, folde
     for done in range(1, 8):
         with contextlib.suppress(ValueError, KeyError, RuntimeError):
             next(iterator)
-        if effort.is_quick and done % 3:
+        if effort.is_quick and done != 4:
             continue
         assert outcomes(make_loader(Bumpy, folder, **options), loader.state_dict()) == expected[done:]
 
@@ -603,7 +603,7 @@ class PlainEpochs(Epochs, IterableDataset[Any]):
     __aiter__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("set_epochs", [{}, {0: 5}, {0: 5, 1: 6}, {1: 6}], ids=str)
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("kind", [Epochs, PlainEpochs])

@@ -272,8 +272,9 @@ CASES = [
 @pytest.mark.parametrize(("how", "sampler"), CASES)
 def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(sampler: str, how: str) -> None:
     """The rest of the epoch, and the one after it: from each batch, with the sampler read ahead by whatever number."""
+    place = [*SAMPLERS].index(sampler)
     ways = WAYS[2:] if how == "in place" else WAYS[: 4 if how == "restored" else 2]
-    for turn, (was_inline, is_inline) in enumerate(ways, [*SAMPLERS].index(sampler)):
+    for turn, (was_inline, is_inline) in enumerate(effort.half(ways, place), place):
         whole = Trainer(sampler, 1)
         whole.epoch(inline=was_inline)
         seeds, keys = whole.epoch(inline=was_inline)
@@ -321,8 +322,9 @@ def test_what_the_trainer_draws_beside_the_loader_is_accounted_for(sampler: str)
 @pytest.mark.parametrize(("how", "sampler"), [case for case in CASES if case[1] not in DRAW_ON])
 def test_what_is_drawn_between_the_beginning_and_the_first_batch(sampler: str, how: str) -> None:
     """The order is drawn at the sampler's first `next`: whatever has moved the generators before is in the state."""
+    place = [*SAMPLERS].index(sampler)
     ways = WAYS[2:] if how == "in place" else WAYS
-    for turn, (was_inline, is_inline) in enumerate(ways, [*SAMPLERS].index(sampler)):
+    for turn, (was_inline, is_inline) in enumerate(effort.half(ways, place), place):
         whole = Trainer(sampler, 1)
         whole.epoch(inline=was_inline)
         seeds, keys = whole.epoch(inline=was_inline, draws_between=True)

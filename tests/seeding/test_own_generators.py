@@ -121,14 +121,16 @@ def test_generators_of_transforms_are_seeded_for_each_batch(kind: str) -> None:
     first = samples(Photos(make(5)), 1)
     assert first == samples(Subset(Photos(make(5)), range(COUNT)), 2)
     assert sorted(first[0]) != sorted(first[1])
-    assert first != samples(Photos(make(6)), 1)
+    if kind == "MONAI" or not effort.is_quick:
+        assert first != samples(Photos(make(6)), 1)
 
 
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_generators_of_transforms_are_seeded_for_each_sample(kind: str) -> None:
     """With any number of workers and any batch size."""
-    make = TRANSFORMS[kind]
-    assert_reproducible(lambda: Photos(make(5)), num_workers=(0, 2), batch_sizes=(4, 3), shuffle=True, epochs=1)
+    make, varied = TRANSFORMS[kind], {} if kind == "MONAI" or not effort.is_quick else {"scheduling": ["static"]}
+    options: Any = {"batch_sizes": (4, 3), "shuffle": True, "epochs": 1, **varied}
+    assert_reproducible(lambda: Photos(make(5)), num_workers=(0, 2), **options)
 
 
 def test_generators_of_transforms_are_seeded_in_blocks() -> None:
@@ -243,8 +245,6 @@ def test_generators_that_are_alike_draw_alike(kind: str, options: Any) -> None:
     assert all(image == mask != other for image, mask, other in drawn)
     assert len({image for image, _, _ in drawn}) == COUNT
     assert [image for image, *_ in crops(loader)] != [image for image, *_ in drawn]
-    again: Any = DataLoader(Segmentation(kind), 4, collate_fn=list, **{"num_workers": 1, **options})
-    assert crops(again) == drawn
     another: Any = DataLoader(Segmentation(kind, 7), 4, collate_fn=list, **{"num_workers": 1, **options})
     assert not {image for image, *_ in drawn} & {image for image, *_ in crops(another)}
 

@@ -98,7 +98,7 @@ def samples(dataset: Any, seed: int = 3, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("make", [Drawing, Together, lambda: Subset(Drawing(), range(LENGTH)), SeededTogether])
 def test_samples_one_after_the_other(make: Callable[[], Any]) -> None:
     """The same with any number of workers, batch size and scheduling; what fetches batches is asked for samples."""
-    assert_reproducible(make, num_workers=(0, 2), batch_sizes=(4, 1), shuffle=True)
+    assert_reproducible(make, num_workers=(0, 2), batch_sizes=(4, 1), epochs=1, shuffle=True)
 
 
 @pytest.mark.parametrize("make", [Seeded, Awaited, SeededTogether])
@@ -181,7 +181,7 @@ def test_the_trainer_has_its_generators_back(is_async: bool) -> None:
         loader.close()
 
 
-@pytest.mark.parametrize(("num_workers", "others"), [(0, 1), (2, 0), (1, 2)])
+@pytest.mark.parametrize(("num_workers", "others"), [(0, 1), (2, 0), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_the_seeds_that_it_would_have_had(num_workers: int, others: int) -> None:
     """A run goes on with the seeds that it would have had, with any number of workers, and batches of any size."""
 

@@ -231,6 +231,7 @@ TENSORS: dict[str, Callable[[int], torch.Tensor]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", [16, LARGE])
 @pytest.mark.parametrize("kind", TENSORS)
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta|experimental|quantiz|deprecated).*:UserWarning")
@@ -445,6 +446,7 @@ GAPPED: dict[str, Callable[[torch.Tensor], list[Any]]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", GAPPED)
 @pytest.mark.filterwarnings("ignore:.*(quantiz|deprecated).*:UserWarning")
 def test_views_with_gaps_leave_the_gaps_behind(there_and_back: RoundTrip, kind: str) -> None:

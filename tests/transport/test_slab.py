@@ -34,7 +34,7 @@ from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import Array
 from asyncloader.transport.worker_heap import heap_for_a_worker
 from asyncloader.worker import transport as worker_transport
-from tests.support import inside
+from tests.support import effort, inside
 from tests.support.effort import examples
 from tests.support.forks import forked
 from tests.support.patience import wait_until
@@ -265,7 +265,7 @@ def test_leases_end_in_many_threads_at_once(pool: SlabPool) -> None:
         thread.start()
     with worker(pool, large) as made:
         made.send(0)
-        for number in range(1, 400):
+        for number in range(1, effort.examples(450)):
             made.send(number)
             queue.append(made.receive())
         made.receive()
@@ -418,7 +418,7 @@ def test_a_persistent_worker_that_waits_gives_its_memory_back(monkeypatch: pytes
     before = pool.reserved_bytes
     samples = [torch.full((FLOATS,), float(number)) for number in range(16)]
     loader = DataLoader(samples, 1, num_workers=2, persistent_workers=True)
-    for _ in range(3):
+    for _ in range(2):
         for number, batch in enumerate(loader):
             assert (batch == number).all()
             held = batch if held is None else held
@@ -749,10 +749,10 @@ def test_a_payload_that_names_a_slab_of_somebody_else(pool: SlabPool) -> None:
 def test_workers_one_after_the_other_and_side_by_side(pool: SlabPool) -> None:
     """Three workers share the pool, one is killed in the middle of things and replaced."""
     workers = [Worker(pool, large_and_label) for _ in range(3)]
-    for number in range(60):
+    for number in range(24):
         for made in workers:
             made.send(number)
-        if number == 30:
+        if number == 12:
             workers[1].kill()
             workers[1] = Worker(pool, large_and_label)
             workers[1].send(number)
@@ -783,7 +783,7 @@ def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
     with worker(pool, large) as made:
         thread = threading.Thread(target=go_on, args=(made,))
         thread.start()
-        right = [forked(check).wait() == 0 for _ in range(20)]
+        right = [forked(check).wait() == 0 for _ in range(effort.examples(21))]
         done.set()
         thread.join()
     current.clear()
