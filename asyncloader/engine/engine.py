@@ -125,6 +125,7 @@ class Engine:
         self.error: BaseException | None = None
         self._num_errors = 0
         self._is_settling = False  # the loop is about to call `_settle`
+        self._is_started = False  # all workers of the first run were launched
         self._to_start: deque[int] = deque()
         self._heard_at = perf_counter()  # when the last outcome of a worker came
         self._hangs = HangWatch()
@@ -213,6 +214,7 @@ class Engine:
             self._watch_consumers()
             self._read_inbox()  # workers find their tickets waiting, and work while the next ones are started
             yield from self.pool.start(self.run.epoch, self._settle)
+            self._is_started = True
         except BaseException as error:
             if not isinstance(error, GeneratorExit):  # whoever launched them was interrupted, and has no iterator
                 self._stop(error)
@@ -334,7 +336,8 @@ class Engine:
                 if not process.is_alive:
                     self._carry_out(self.recovery.fill(process, run.start_of(worker)))
             elif run.scheduler.roster.takes(worker):
-                self._replace(worker)
+                if self._is_started:  # else it is about to be launched
+                    self._replace(worker)
             elif worker in self.workforce.coming:
                 self._start(worker)  # there was no room for it: it is not waited for any longer
         if self._controller is not None:
