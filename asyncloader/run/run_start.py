@@ -91,12 +91,7 @@ def begin(
     rng = order_generators(options)
     before, check = rng.capture(), [] if state is None else rng.check()  # what the trainer has set, perhaps
     if state is None:
-        at_iter, samplers = _put_anew(options, runs, rng, prepare)
-        starts = (
-            left.starts
-            if left is not None and options.keeps_dataset and not options.is_iterable
-            else _starts(options, None)
-        )
+        at_iter, samplers, starts = _put_anew(options, runs, rng, prepare, left)
         epoch = runs.begun
     else:
         at_iter, samplers, starts = _put_back(options, state, runs, rng, prepare)
@@ -145,16 +140,21 @@ def begin(
 
 
 def _put_anew(
-    options: Options, runs: Runs, rng: RNGSnapshot, prepare: Callable[[], object] | None
-) -> tuple[list[Any], SamplerState]:
-    """Have samplers begin an epoch; return where the generators are when they are iterated over, and the samplers."""
+    options: Options, runs: Runs, rng: RNGSnapshot, prepare: Callable[[], object] | None, left: RunStart | None
+) -> tuple[list[Any], SamplerState, dict[int, WorkerStart] | None]:
+    """Have samplers begin an epoch; return where generators, when they are iterated over, samplers and dataset are."""
     if prepare is not None:  # it draws the base seed; so generators are looked at after it
         prepare()
-    latest = runs.run()
-    if latest is not None and latest.progress.finished:
-        runs.set_epochs.warn_of_same_order(options, [*latest.sampler_epochs, *latest.dataset_epochs])
-    at_iter, last = rng.capture(), None if latest is None else [*latest.sampler_epochs, *latest.dataset_epochs]
-    return at_iter, _begin_epoch(options, runs, runs.samplers_now(), last)
+    last = None
+    if (latest := runs.run()) is not None:
+        last = [*latest.sampler_epochs, *latest.dataset_epochs]
+        if latest.progress.finished:
+            runs.set_epochs.warn_of_same_order(options, last)
+    at_iter = rng.capture()
+    samplers = _begin_epoch(options, runs, runs.samplers_now(), last)
+    if left is not None and options.keeps_dataset and not options.is_iterable:
+        return at_iter, samplers, left.starts
+    return at_iter, samplers, _starts(options, None)
 
 
 def _order(options: Options, runs: Runs, rng: RNGSnapshot, at_iter: list[Any]) -> tuple[OrderDraw, list[int | None]]:

@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from asyncloader.threads import kernel_stat
+
 __all__ = ["CASES", "Adapter", "judge", "run_case"]
 
 CASES = {
@@ -278,7 +280,7 @@ def _workers(session: int) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state, _, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            state, _, _, of = kernel_stat(folder)[:4]
             is_helper = b"resource_tracker" in (folder / "cmdline").read_bytes()
             if int(of) == session and state != "Z" and int(folder.name) != session and not is_helper:
                 found.append(int(folder.name))
