@@ -34,14 +34,15 @@ class Worker:
         is_ready: Whether it has opened the dataset.
         why_no_other: Why one in its place would end as this worker did; None if it may not.
         started_at: On :func:`time.monotonic`'s clock, seconds.
-        was_forked: Whether it is a copy of this process.
+        is_process: Whether it has a process of this machine to itself, so that the kernel knows what it does.
+        was_forked: Whether that is a copy of this process.
         answers_within_s: A worker that is asked where it is has so long to answer. Seconds.
     """
 
     pid = -1
     exitcode: int | None = None
     why_no_other: Exception | None = None
-    is_ready = was_forked = False
+    is_ready = is_process = was_forked = False
     started_at = 0.0
     answers_within_s = 0.5
 

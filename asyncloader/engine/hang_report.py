@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncloader.backends.backend import Backend
 from asyncloader.backends.worker import Worker
@@ -55,6 +55,20 @@ _FORKED = (
     "that one of them held stays locked there for ever. If the stack below is in a library with such threads, use "
     'DataLoader(..., multiprocessing_context="forkserver").'
 )
+
+
+class Activity(NamedTuple):
+    """A process at one moment.
+
+    Attributes:
+        state: The kernel's letter for what it does.
+        waits_in: The function of the kernel that it sleeps in; "" if it runs, or if the kernel keeps that to itself.
+        cpu_s: CPU time that it has used. Seconds.
+    """
+
+    state: str
+    waits_in: str
+    cpu_s: float
 
 
 class HangWatch:
@@ -119,38 +133,37 @@ def report(run: Run, pool: Backend[Any], waited_s: float, call_later: Callable[.
             log.warning("%s No worker has it: %s.", waited, why)
         return
     told = f"{waited} {describe_batch(run.named(ticket).keys, worker.worker_id, worker.pid)}"
-    if worker.pid == os.getpid():  # a thread
-        worker.ask_stack(ticket.batch, partial(_tell, told))
+    if worker.is_process:
+        call_later(_WATCHED_S, _watched, run, worker, ticket, told, activity(worker.pid))
     else:
-        call_later(_WATCHED_S, _watched, run, worker, ticket, told, cpu_ticks(worker.pid))
+        worker.ask_stack(ticket.batch, partial(_tell, told))
 
 
-def _watched(run: Run, worker: Worker, ticket: Ticket, told: str, ticks_before: int | None) -> None:
+def _watched(run: Run, worker: Worker, ticket: Ticket, told: str, before: Activity | None) -> None:
     if run.scheduler.awaited() is ticket:
-        does = describe(worker.pid, ticks_before, was_forked=worker.was_forked)
+        does = describe(worker.pid, before, activity(worker.pid), was_forked=worker.was_forked)
         worker.ask_stack(ticket.batch, partial(_tell, f"{told} {does}".strip()))
 
 
-def describe(pid: int, ticks_before: int | None, *, was_forked: bool) -> str:
+def describe(pid: int, before: Activity | None, now: Activity | None, *, was_forked: bool) -> str:
     """Say what a process does for the kernel, and what it means if it sleeps and was forked beside threads.
 
     Args:
         pid: The process.
-        ticks_before: The CPU time that it had used a second ago; see `cpu_ticks`.
+        before: What it did a second ago.
+        now: What it does now.
         was_forked: It is a fork of this process.
 
     Returns:
         "" where nobody tells, as on other systems than Linux.
     """
-    ticks = cpu_ticks(pid)
-    if ticks is None or ticks_before is None:
+    if before is None or now is None:
         return ""
-    state, waits_in = kernel_stat(Path(f"/proc/{pid}"))[0], Path(f"/proc/{pid}/wchan").read_text()
-    words = _STATES.get(state, f"Its state is {state}").format(pid=pid)
-    where = f" (in the kernel's {waits_in})" if waits_in.strip("0") else ""
-    used_s = (ticks - ticks_before) / os.sysconf("SC_CLK_TCK")
+    words = _STATES.get(now.state, f"Its state is {now.state}").format(pid=pid)
+    where = f" (in the kernel's {now.waits_in})" if now.waits_in else ""
+    used_s = now.cpu_s - before.cpu_s
     words += f"{where}, and has used {used_s:.2f} s of CPU time in the last second."
-    if was_forked and state == "S" and used_s <= _IDLE_S and (names := _other_threads()):
+    if was_forked and now.state == "S" and used_s <= _IDLE_S and (names := _other_threads()):
         words += " " + _FORKED.format(names=", ".join(names))
     return words
 
@@ -166,13 +179,16 @@ def _other_threads() -> list[str]:
     return [f"{count} {name!r}" for name, count in found.most_common() if not name.startswith(ours)][:_MOST_NAMES]
 
 
-def cpu_ticks(pid: int) -> int | None:
-    """Return the CPU time that a process has used, in the kernel's ticks; None where nobody tells."""
+def activity(pid: int) -> Activity | None:
+    """Return what a process does for the kernel; None where nobody tells."""
+    folder = Path(f"/proc/{pid}")
     try:
-        fields = kernel_stat(Path(f"/proc/{pid}"))  # state, then, among others, utime and stime
-        return int(fields[11]) + int(fields[12])
+        fields = kernel_stat(folder)  # state, then, among others, utime and stime
+        waits_in = (folder / "wchan").read_text()
     except OSError:
         return None
+    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Activity(fields[0], "" if waits_in == "0" else waits_in, cpu_s)
 
 
 def _tell(told: str, stack: str) -> None:

@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader
+from asyncloader.backends.worker import Worker
 from asyncloader.engine import arrivals, hang_report
 from asyncloader.errors import LoaderClosedError
 from asyncloader.online import Feed
@@ -219,17 +221,36 @@ def test_a_worker_that_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture
 def test_what_is_told_of_a_process() -> None:
     """Each state has its words; the fork is named only where it may be the cause."""
     stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+    def told(*, was_forked: bool) -> str:
+        now = hang_report.activity(stopped.pid)
+        return hang_report.describe(stopped.pid, now, now, was_forked=was_forked)
+
     try:
-        wait_until(lambda: "It sleeps" in hang_report.describe(stopped.pid, 0, was_forked=False))
+        wait_until(lambda: "It sleeps" in told(was_forked=False))
         stopped.send_signal(signal.SIGSTOP)
         words = f"kill -CONT {stopped.pid}"
-        wait_until(lambda: words in hang_report.describe(stopped.pid, 0, was_forked=True))
-        assert "forkserver" not in hang_report.describe(stopped.pid, 0, was_forked=True)
+        wait_until(lambda: words in told(was_forked=True))
+        assert "forkserver" not in told(was_forked=True)
     finally:
         stopped.kill()
         stopped.wait()
-    assert hang_report.describe(stopped.pid, 0, was_forked=True) == ""
-    assert hang_report.describe(os.getpid(), None, was_forked=True) == ""
+    assert told(was_forked=True) == ""
+    assert hang_report.describe(os.getpid(), None, hang_report.activity(os.getpid()), was_forked=True) == ""
+
+
+def test_nothing_is_looked_up_of_a_worker_on_another_machine(caplog: pytest.LogCaptureFixture) -> None:
+    """Its number may be that of any process here."""
+    worker = Worker(0, None)  # type: ignore[arg-type]
+    worker.pid = os.getppid()
+    worker.ask_stack = lambda ticket, tell: tell("")  # type: ignore[method-assign]
+    ticket = SimpleNamespace(worker=0, batch=0, keys=[1])
+    scheduler = SimpleNamespace(awaited=lambda: ticket)
+    run: Any = SimpleNamespace(scheduler=scheduler, named=lambda ticket: ticket)
+    pool: Any = SimpleNamespace(processes={0: worker})
+    hang_report.report(run, pool, 60.0, lambda delay_s, call, *args: call(*args))  # type: ignore[arg-type,return-value]
+    (report,) = reports(caplog)
+    assert "CPU time" not in report
 
 
 def suppressed(iterator: Iterator[Any]) -> None:

@@ -79,6 +79,8 @@ class WorkerProcess(Worker):
 
     is_telling = False  # until it can be asked for its stack
 
+    is_process = True
+
     def __init__(
         self, worker_id: int, loop: GuardedLoop, owner: Backend[WorkerProcess], *, overlaps: bool = False
     ) -> None:
