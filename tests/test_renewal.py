@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.backends.processes.pool import Pool
+from asyncloader.engine import recovery
 from asyncloader.errors import WorkerStartError
 from asyncloader.observe import private
 from asyncloader.observe.faults import Faults
@@ -395,7 +396,11 @@ class Failing:
         begun = len(list(self.folder.iterdir()))
         (self.folder / f"{begun} {os.getpid()}").touch()
         if 0 < begun <= self.times:
-            os._exit(7)
+            self.end()
+
+    def end(self) -> None:
+        """Fail."""
+        os._exit(7)
 
 
 @pytest.mark.parametrize("times", [2, 100])
@@ -414,6 +419,25 @@ def test_a_process_that_ends_at_its_start_is_tried_again(
 
 
 # ----------------------------------------------------------------------------------------------------- what is told
+
+
+class Stopping(Failing):
+    """A `worker_init_fn` in which the process stops for good."""
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_the_only_worker_stops_while_it_takes_the_place_of_another(
+    by_count: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no ticket yet that anybody would look after: it is killed for its start, and the next one goes on."""
+    monkeypatch.setattr(recovery, "_STARTING_S", 2.0)
+    monkeypatch.setattr(recovery, "_FINISHING_S", 2.0)
+    options: Any = {"on_timeout": "retry", "worker_init_fn": Stopping(tmp_path, 1), **inside.renewed_after(2)}
+    loader = DataLoader(Drawing(), 2, num_workers=1, prefetch_factor=1, timeout=0.2, **options)
+    assert [batch[0].tolist() for batch in loader] == [[at, at + 1] for at in range(0, LENGTH, 2)]
+    assert len(list(tmp_path.iterdir())) > 2
 
 
 def test_it_is_in_the_log_the_timeline_and_the_figures(by_count: None, tmp_path: Path, caplog: Any) -> None:

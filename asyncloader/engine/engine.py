@@ -127,7 +127,7 @@ class Engine:
         self._is_settling = False  # the loop is about to call `_settle`
         self._is_started = False  # all workers of the first run were launched
         self._to_start: deque[int] = deque()
-        self._heard_at = perf_counter()  # when the last outcome of a worker came
+        self._heard_at = perf_counter()  # when the last outcome of a worker came, or another worker was started
         self._hangs = HangWatch()
         self._watch: asyncio.TimerHandle | None = None
 
@@ -653,6 +653,7 @@ class Engine:
             self._loop.call_soon(self._not_launched, worker, error)  # after what else was decided with this
             return False
         self.workforce.reset(worker)
+        self._heard_at = perf_counter()
         return True
 
     def _not_launched(self, worker: int, error: Exception) -> None:
@@ -708,6 +709,7 @@ class Engine:
         processes = self.pool.processes
         ticket = run.scheduler.awaited()
         if ticket is None or not self._is_there(ticket.worker):  # that comes after a rest; or it is being pinned
+            self._kill_late_starts(timeout_s)
             silent_s = perf_counter() - self._heard_at
             waits_on = ticket is not None or self.recovery.waits_on(timeout_s, silent_s)
             why = late_keys(run.plan) if run.awaits_keys else ""
@@ -715,6 +717,15 @@ class Engine:
             return
         process = processes[ticket.worker]
         process.ask_stack(ticket.batch, lambda stack: run.answer(self._on_stack(timeout_s, ticket, process, stack)))
+
+    def _kill_late_starts(self, timeout_s: float) -> None:
+        """Kill workers that should have joined by now: they have no tickets, so nobody else waits for one of them."""
+        for worker in self.workforce.coming & self.pool.processes.keys():
+            process = self.pool.processes[worker]
+            if self.recovery.starts_too_long(process, timeout_s, monotonic() - process.started_at):
+                log.warning("Worker %d has not opened the dataset for too long. It is killed and replaced.", worker)
+                process.kill()
+                self._heard_at = perf_counter()  # the next one is started when the death of this one has been seen
 
     def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
         run, worker = self.run, ticket.worker

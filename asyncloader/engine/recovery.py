@@ -30,7 +30,7 @@ _STARTING_S = 60.0
 """A worker that has not opened the dataset is not taken for hung before this time. Seconds."""
 
 _FINISHING_S = 60.0
-"""A batch that no worker has is waited for so long after the last outcome, however short the timeout. Seconds."""
+"""A batch that no worker has is waited for so long after the last outcome or start, with any timeout. Seconds."""
 
 _CALM_LOSSES = 2
 """So many losses beyond one for each worker, with no outcome between them, are no reason to wait."""
@@ -224,9 +224,20 @@ class Recovery:
 
         Args:
             timeout_s: How long it was waited for. Seconds.
-            silent_s: For how long no worker has come to an outcome. Seconds.
+            silent_s: For how long no worker has come to an outcome, and none was started. Seconds.
         """
         return self._options.on_timeout != "raise" and silent_s < max(2 * timeout_s, _FINISHING_S)
+
+    def starts_too_long(self, process: Worker, timeout_s: float, age_s: float) -> bool:
+        """Whether a worker is to be killed for not having opened the dataset; the next one may be as slow as it was.
+
+        Args:
+            process: The worker.
+            timeout_s: For how long a batch was waited for. Seconds.
+            age_s: Since when the worker has been there. Seconds.
+        """
+        is_late = not process.is_ready and age_s >= max(timeout_s, _STARTING_S)
+        return is_late and self._options.on_timeout != "raise"
 
     def overdue(self, found: Overdue, start: WorkerStart | None) -> BatchTimeoutError | Sequence[Action]:
         """The awaited batch has not come in time: do what ``on_timeout`` says, or return the error to raise.
@@ -251,7 +262,7 @@ class Recovery:
             return error
         if not found.is_held:  # it has come, or somebody else has waited too long for it
             return []
-        if not process.is_ready and found.age_s < max(found.timeout_s, _STARTING_S):
+        if not (process.is_ready or self.starts_too_long(process, found.timeout_s, found.age_s)):
             return []  # killed for being slow to start, the next one would be as slow
         log.warning("%s It is killed and replaced.", explain())
         cause: Cause = lambda tickets: explain(tries=tickets[0].tries)  # noqa: E731

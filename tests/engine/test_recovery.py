@@ -251,6 +251,19 @@ def test_a_batch_that_no_worker_has(what: str, waits: bool, timeout_s: float, si
     assert recovery.waits_on(timeout_s, silent_s) is (waits and on_timeout != "raise")
 
 
+@pytest.mark.parametrize("on_timeout", ["raise", "retry", "skip"])
+@pytest.mark.parametrize(
+    ("is_ready", "age_s", "timeout_s", "is_late"),
+    [(False, 60.0, 0.5, True), (False, 59.0, 0.5, False), (False, 99.0, 100.0, False), (True, 99.0, 0.5, False)],
+)
+def test_a_worker_that_starts_for_too_long(
+    is_ready: bool, age_s: float, timeout_s: float, is_late: bool, on_timeout: Any
+) -> None:
+    """It has a minute, or the timeout; only where hung workers are replaced it is killed."""
+    recovery = Recovery(of(on_timeout=on_timeout))
+    assert recovery.starts_too_long(Gone(is_ready=is_ready), timeout_s, age_s) is (is_late and on_timeout != "raise")
+
+
 @pytest.mark.parametrize("on_timeout", ["retry", "skip"])
 def test_a_hung_worker_is_killed_and_lost(on_timeout: Any) -> None:
     """In this order; the error says how often it was tried."""
