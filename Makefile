@@ -83,9 +83,12 @@ lint: $(READY) ## ruff, its format, what may import what, and how long functions
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.style
 
-typecheck: $(READY) ## mypy --strict; and pyright over a program that uses us
+typecheck: $(READY) ## mypy --strict; pyright over a program that uses us, and for how much of the package it knows the type
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	@PATH="$(abspath $(BIN)):$$PATH" basedpyright --verifytypes asyncloader --ignoreexternal --outputjson | $(BIN)/python -c \
+		'import json, sys; share = json.load(sys.stdin)["typeCompleteness"]["completenessScore"]; \
+		print(f"{share:.1%} of the names in the package have types that are known"); sys.exit(share < 0.99)'
 
 docs: $(READY) ## build the documentation into build/docs; check the links, run the code on its pages and the examples
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs

@@ -134,7 +134,7 @@ class WorkerDiedError(WorkerError):
         super().__init__(message)
         self.pid = pid
         self.exitcode = exitcode
-        self.keys = list(keys)
+        self.keys: list[Any] = list(keys)
         self.output = output
 
 

@@ -131,6 +131,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     _is_accelerate_prepared = AskedByAccelerate()
     worker_init_fn: Any = ReadByRay()
+    num_workers: int | AutoWorkers
 
     @checked
     def __init__(
@@ -177,12 +178,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
             multiprocessing_context, generator, in_order=in_order, persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device, prefetch_factor=prefetch_factor)  # fmt: skip
-        self.concurrency, self.max_buffered_bytes = concurrency, max_buffered_bytes
-        self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
-        self.on_timeout, self.on_crash, self.scheduling, self.seeding = on_timeout, on_crash, scheduling, seeding
-        self.max_retries, self.seeding_rank = max_retries, seeding_rank
+        self.concurrency: int | None = concurrency
+        self.max_buffered_bytes: int = max_buffered_bytes
+        self.max_errors: float | None = max_errors
+        self.snapshot_every_n_steps: int | None = snapshot_every_n_steps
+        self.on_error, self.on_timeout, self.on_crash = on_error, on_timeout, on_crash
+        self.scheduling, self.seeding = scheduling, seeding
+        self.max_retries: int = max_retries
+        self.seeding_rank: int | None = seeding_rank
         self.max_workers = max_workers
-        self.max_worker_memory, self.trace = max_worker_memory, trace
+        self.max_worker_memory: int | str | None = max_worker_memory
+        self.trace: str | PathLike[str] | None = trace
         self._loader_options()  # which are checked
         self._runs = Runs()
 

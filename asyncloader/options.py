@@ -385,6 +385,6 @@ ASKED = tuple(each.name for each in fields(Options) if each.init)
 
 _TYPES = {name: kind for name, kind in get_type_hints(Options, include_extras=True).items() if name in ASKED}
 
-_CHECKS = {name: check for name, kind in _TYPES.items() if (check := check_of(kind)) is not None}
+_CHECKS = {name: _check for name, kind in _TYPES.items() if (_check := check_of(kind)) is not None}
 
 _KEPT_BY_WORKERS = tuple(name for name, kind in _TYPES.items() if _KEPT in getattr(kind, "__metadata__", ()))

@@ -29,7 +29,7 @@ LATER = object()
 _LOOK_EVERY_S = 0.02
 _IDLE_S = 0.3  # who has not run for so long is waiting for something
 
-is_ending = False
+is_ending: bool = False
 """Threads raise what nobody need hear of."""
 
 

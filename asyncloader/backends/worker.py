@@ -36,6 +36,7 @@ class Worker:
         started_at: On :func:`time.monotonic`'s clock, seconds.
         is_process: Whether it has a process of this machine to itself, so that the kernel knows what it does.
         was_forked: Whether that is a copy of this process.
+        is_telling: Whether it can be asked where it is.
         answers_within_s: A worker that is asked where it is has so long to answer. Seconds.
     """
 
@@ -43,13 +44,14 @@ class Worker:
     exitcode: int | None = None
     why_no_other: Exception | None = None
     is_ready = is_process = was_forked = False
-    started_at = 0.0
-    answers_within_s = 0.5
+    is_telling: bool = True
+    started_at: float = 0.0
+    answers_within_s: float = 0.5
 
     def __init__(self, worker_id: int, loop: GuardedLoop) -> None:
         self.worker_id = worker_id
         self.state = WorkerState.NEW
-        self.output = bytearray()
+        self.output: bytearray = bytearray()
         self._loop = loop
         self._dead = threading.Event()
         self._awaits: str | None = None  # what the worker itself has told of where it is
@@ -60,11 +62,6 @@ class Worker:
     def is_alive(self) -> bool:
         """Whether it is there."""
         return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
-
-    @property
-    def is_telling(self) -> bool:
-        """Whether it can be asked where it is."""
-        return True
 
     def end(self, grace_s: float) -> None:
         """Tell the worker to finish; kill or abandon it after ``grace_s`` seconds."""

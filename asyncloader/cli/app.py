@@ -26,7 +26,7 @@ from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
 from asyncloader.observe.timing import show_s
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help="See what a data loader does, and make it faster.",
     no_args_is_help=True,
     add_completion=False,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import operator
 import os
 import pickle
@@ -34,6 +33,7 @@ from asyncloader.datasets.blocking import in_thread
 from asyncloader.datasets.records import pickled
 from asyncloader.epochs import listeners
 from asyncloader.errors import ConfigurationError
+from asyncloader.log import log
 from asyncloader.protocols import is_async, is_async_iterable, is_resource, members
 from asyncloader.seeding.generators import GLOBAL, check_of
 from asyncloader.seeding.own_generators import generators_of
@@ -41,7 +41,6 @@ from asyncloader.seeding.turns import may_seed, sample_seed
 
 T_co = TypeVar("T_co", covariant=True)
 
-log = logging.getLogger("asyncloader")
 
 _MISSING: Any = object()
 _WATCHED = 4  # samples of each copy; to compare all states takes 0.1 ms

@@ -8,7 +8,6 @@ ticket to whichever worker is free. To everything else it is a map-style dataset
 from __future__ import annotations
 
 import inspect
-import logging
 import pickle
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from functools import partial
@@ -22,10 +21,9 @@ from asyncloader.checks import at_least, one_of
 from asyncloader.datasets.stream_keys import Items, Place, StreamItem, StreamKeys, gives_once, is_stream
 from asyncloader.epochs import hears
 from asyncloader.errors import ConfigurationError
+from asyncloader.log import log
 from asyncloader.protocols import SuppliesKeys
 from asyncloader.samplers.ordered import place_in_group
-
-log = logging.getLogger("asyncloader")
 
 T_co = TypeVar("T_co", covariant=True)
 Shard = Literal["rank"]
@@ -91,8 +89,8 @@ class ParallelMap(SuppliesKeys[T_co]):
         self.stream: Any = stream
         self.fn = fn
         self.shard = shard
-        self.max_items = at_least("max_items", max_items, least=1)
-        self.max_bytes = at_least("max_bytes", max_bytes, least=1)
+        self.max_items: int = at_least("max_items", max_items, least=1)
+        self.max_bytes: int = at_least("max_bytes", max_bytes, least=1)
         self._readings: list[Items] = []  # of the stream, that may go on
         self._place = (1, 0) if shard is None else place_in_group(num_replicas, rank)
 
@@ -148,14 +146,16 @@ class StreamSampler(Sampler[StreamItem]):
     """
 
     keys_arrive = True
-    is_epoch_set = False  # by a call of `set_epoch` or `load_state_dict` since our loader has begun an epoch
+    is_epoch_set: bool = False  # by a call of `set_epoch` or `load_state_dict` since our loader has begun an epoch
+    num_replicas: int
+    rank: int
 
     def __init__(self, dataset: ParallelMap[Any]) -> None:
         self._dataset = dataset
         self._ranks, self._rank = dataset._place
         if dataset.shard is not None:  # otherwise it is the stream that may be one rank's
             self.num_replicas, self.rank = dataset._place
-        self.epoch = 0
+        self.epoch: int = 0
         self._is_told = False  # of an epoch
         self._was_read = False
         self._next = Place()  # where the next iterator begins

@@ -68,6 +68,9 @@ class RemoteDataset(Dataset[T_co]):
     """
 
     is_remote = True
+    store: ObjectStore
+    names: list[str]
+    decode: Callable[[bytes, str], T_co] | None
 
     def __init__(
         self, store: ObjectStore, names: Iterable[str], decode: Callable[[bytes, str], T_co] | None = None

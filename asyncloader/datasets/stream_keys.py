@@ -10,7 +10,6 @@ one that waits in a stream that gives nothing stays there, as a daemon.
 from __future__ import annotations
 
 import asyncio
-import logging
 import pickle
 import queue
 import sys
@@ -26,9 +25,8 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from asyncloader import threads
 from asyncloader.async_face import resolved
+from asyncloader.log import log
 from asyncloader.protocols import is_resource, is_stateful, probe, put_back, reads_async
-
-log = logging.getLogger("asyncloader")
 
 _FLAT = frozenset((bytes, str, int, float, bool, bytearray, type(None)))
 _CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -81,6 +79,13 @@ class Items:
         thread: The thread that reads.
     """
 
+    rank: int
+    num_replicas: int
+    is_left: bool
+    given: int
+    next: int
+    first: int
+
     def __init__(self, rank: int = 0, num_replicas: int = 1, *, max_items: int, max_bytes: int) -> None:
         self.rank, self.num_replicas = rank, num_replicas
         self._max_items, self._max_bytes = max_items, max_bytes
@@ -88,7 +93,7 @@ class Items:
         self.is_kept: Callable[[], bool] = bool
         self._failure: Exception | None = None  # is raised behind the last item
         self._queue: queue.SimpleQueue[StreamItem | None] = queue.SimpleQueue()
-        self.coming = iter(self._queue.get, None)
+        self.coming: Iterator[StreamItem] = iter(self._queue.get, None)
         self._sizes: deque[int] = deque()  # of the items that the thread takes for waiting
         self._bytes = 0
         self._asked: deque[tuple[int, Callable[[], object]]] = deque()

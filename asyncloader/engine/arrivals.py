@@ -6,15 +6,13 @@ before it asks, and looked at again afterwards.
 
 from __future__ import annotations
 
-import logging
 import math
 from time import monotonic
 from typing import Any
 
 from asyncloader.errors import timed_out
+from asyncloader.log import log
 from asyncloader.weak import while_alive
-
-log = logging.getLogger("asyncloader")
 
 FIRST_S = 60.0
 """A shorter wait is never spoken of. Seconds."""
@@ -33,8 +31,8 @@ class Arrivals:
     """
 
     def __init__(self, run: Any, plan: Any) -> None:
-        self.are_awaited = False
-        self.plan = plan if getattr(plan, "arrives", False) else None
+        self.are_awaited: bool = False
+        self.plan: Any | None = plan if getattr(plan, "arrives", False) else None
         self._tell = while_alive(run.keys_came, None)
 
     def leave(self) -> None:
@@ -66,6 +64,8 @@ class KeyWait:
     Attributes:
         deadline: When it has to be looked at, on the clock of `time.monotonic`. Seconds.
     """
+
+    deadline: float
 
     def __init__(self, plan: Any, timeout_s: float) -> None:
         self._plan, self._timeout_s = plan, timeout_s

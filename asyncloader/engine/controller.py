@@ -127,9 +127,9 @@ class Controller:
     """
 
     def __init__(self, options: Options, num_workers: int, cores: int) -> None:
-        self.num_workers = num_workers
-        self.due = 0.0
-        self.reason = ""
+        self.num_workers: int = num_workers
+        self.due: float = 0.0
+        self.reason: str = ""
         self._most = {True: options.most_computing, False: options.most_waiting}
         self._cores = cores
         self._overlaps = options.overlaps

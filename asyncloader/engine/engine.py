@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import logging
 import math
 import os
 import threading
@@ -47,6 +46,7 @@ from asyncloader.engine.run import Run
 from asyncloader.engine.workforce import Workforce
 from asyncloader.epochs import changed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
+from asyncloader.log import log
 from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.messages.failure import another, with_notes
 from asyncloader.messages.messages import Kind
@@ -56,8 +56,6 @@ from asyncloader.observe.timing import show_bytes
 from asyncloader.options import Options
 from asyncloader.weak import while_alive
 from asyncloader.worker.guarded_loop import GuardedLoop
-
-log = logging.getLogger("asyncloader")
 
 _MOST_ERRORS = 100
 """An engine whose end fails so often is abandoned."""
@@ -111,12 +109,12 @@ class Engine:
         self.portal = portal
         self._loop = loop
         self.pool = pool
-        self.state = State.NEW
-        self.pid = os.getpid()
-        self.run = run
+        self.state: State = State.NEW
+        self.pid: int = os.getpid()
+        self.run: Run = run
         self._finisher = finisher
-        self.recovery = Recovery(options)
-        self.workforce = Workforce(options)
+        self.recovery: Recovery = Recovery(options)
+        self.workforce: Workforce = Workforce(options)
         self._controller = controller
         self._tell = tell
         self._due = 0.0  # when it is worth looking at the number of workers again; on the clock of outcomes

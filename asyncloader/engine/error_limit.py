@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from asyncloader.engine.progress import Progress
 from asyncloader.errors import describe_keys
+from asyncloader.log import log
 from asyncloader.messages.failure import BadSample
 from asyncloader.observe.faults import Faults
 from asyncloader.options import Options
-
-log = logging.getLogger("asyncloader")
 
 _LEAST_EXPECTED = 1000
 

@@ -23,20 +23,20 @@ try:
     from asyncloader.backends.processes import executors  # whose exit hooks must be registered before ours
 
     cast(Any, threading)._register_atexit(lambda: _end())
-except RuntimeError as error:
+except RuntimeError as _error:
     raise LoaderClosedError(
         "asyncloader is imported for the first time after the main thread has returned, when what ends workers with "
         "the interpreter can no longer be registered. Import it (`from asyncloader import DataLoader`) at the top of "
         "the program; loaders may then be made by a thread that goes on."
-    ) from error
+    ) from _error
 
 EXIT_GRACE_S = 1.5
 """Workers and threads get this long to end by themselves. Seconds."""
 
-is_exiting = False
+is_exiting: bool = False
 """Threads that train on have ended, and nobody would end what is made from now on."""
 
-pid = os.getpid()
+pid: int = os.getpid()
 """Of this process, without a system call for each batch."""
 
 token: object = object()

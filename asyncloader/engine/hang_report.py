@@ -8,7 +8,6 @@ or none.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from asyncio import TimerHandle
@@ -24,9 +23,8 @@ from asyncloader.engine.actions import Ticket
 from asyncloader.engine.arrivals import FIRST_S
 from asyncloader.engine.run import Run
 from asyncloader.errors import describe_batch
+from asyncloader.log import log
 from asyncloader.threads import kernel_stat
-
-log = logging.getLogger("asyncloader")
 
 LOOK_S = 15.0
 """How often consumers are looked at. Seconds."""

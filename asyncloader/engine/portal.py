@@ -79,12 +79,12 @@ class Portal:
     """Owner of the loop and its thread. `post` and `call` may be used from any thread."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.loop = _new_event_loop()
+        self.pid: int = os.getpid()
+        self.loop: asyncio.AbstractEventLoop = _new_event_loop()
         tell_tasks_apart(self.loop)
         self.sessions: set[Closeable] = set()  # touched by the loop thread only
-        self.is_closing = False  # written by the loop thread
-        self.is_closed = False
+        self.is_closing: bool = False  # written by the loop thread
+        self.is_closed: bool = False
         self._unanswered: set[Future[Any]] = set()  # that somebody may wait for
         self._thread = threads.start(self._run, "asyncloader")
         # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:

@@ -14,7 +14,6 @@ refers to no iterator, and to no worker.
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,11 +21,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from asyncloader.engine.tracks import Progressing, make_tracks
+from asyncloader.log import log
 from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.weak import while_alive
-
-log = logging.getLogger("asyncloader")
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
@@ -140,6 +138,8 @@ class Progress:
         follower: Called by a consumer that asks for its next batch.
     """
 
+    end_is_known: bool
+
     def __init__(
         self,
         position: int = 0,
@@ -154,17 +154,17 @@ class Progress:
         sample: int = 0,
         knows_places: bool = False,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         tracks = None if workers is None else make_tracks(workers, key, overlaps=overlaps)
-        self.now = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
-        self.began = position, sample
+        self.now: Place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
+        self.began: tuple[int, int] = position, sample
         self.read = position  # batches of keys that the plan has given out
         self.asked = position  # answers of the sampler: batches, or its end; not of those that draw once
         self.asked_alone: int | None = None  # before another run of the loader began, which reads the same sampler
         self._firsts = {position: sample}  # of batches that were read, and of the next: the number of the first sample
         self.knows_places = knows_places
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
-        self.samplers_before = SamplerState(None)
+        self.samplers_before: SamplerState = SamplerState(None)
         self.end_is_known = self.is_broken = False
         self.follower: Callable[[], object] = bool  # nobody follows
         self.ends: dict[int, Frozen] = {}

@@ -12,7 +12,6 @@ longer each time.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -20,11 +19,10 @@ from typing import NamedTuple
 from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Action, Cause, Ticket, Vacate
 from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
+from asyncloader.log import log
 from asyncloader.messages.snapshot import WorkerStart
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, leaves_out_buffer, probe
-
-log = logging.getLogger("asyncloader")
 
 _STARTING_S = 60.0
 """A worker that has not opened the dataset is not taken for hung before this time. Seconds."""
@@ -112,8 +110,8 @@ class Recovery:
             self._tells_place and (probe(dataset, "deterministic") is True or leaves_out_buffer(dataset))
         )
         self._has_initial_state = options.is_iterable and options.has_workers and is_stateful(dataset)
-        self.num_workers = options.num_at_start
-        self.has_lost_for_good = False
+        self.num_workers: int = options.num_at_start
+        self.has_lost_for_good: bool = False
         self.is_first_run = True
         self._failed_starts = 0
         self._losses = 0  # since the last outcome of any worker

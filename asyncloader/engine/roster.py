@@ -31,10 +31,10 @@ class Roster:
 
     def __init__(self, num_workers: int, turn: int) -> None:
         self.in_flight: dict[int, dict[int, Ticket]] = {worker: {} for worker in range(num_workers)}
-        self.active = set(self.in_flight)
+        self.active: set[int] = set(self.in_flight)
         self.leaving: set[int] = set()
         self.held: set[int] = set()
-        self.takers = deque(range(num_workers))
+        self.takers: deque[int] = deque(range(num_workers))
         self.takers.rotate(-turn)
 
     def takes(self, worker: int) -> bool:

@@ -29,12 +29,13 @@ from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.item import Item, failed
 from asyncloader.engine.progress import Place, Progress
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.tracks import make_tracks
+from asyncloader.engine.tracks import Progressing, make_tracks
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.failure import another
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Frozen, WorkerStart
+from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
 from asyncloader.protocols import namer
@@ -73,6 +74,12 @@ class Run:
         tracks: By worker, how far it is, for datasets that workers have a place or a state in.
     """
 
+    ended: bool
+    closed: bool
+    all_taken: bool
+    is_answered: bool
+    tracks: dict[int, Progressing]
+
     def __init__(
         self,
         options: Options,
@@ -87,22 +94,22 @@ class Run:
         self.meter = meter
         self.epoch = epoch
         self.progress = progress
-        self.faults = limit.faults
+        self.faults: Faults = limit.faults
         self.ends: dict[int, Frozen] = {}
-        self.is_stream = options.is_iterable
+        self.is_stream: bool = options.is_iterable
         self._overlaps = options.overlaps
         self._names = namer(options.dataset, of_batches=options.auto_collation)
         self.begin_at(epoch.starts or {})
         self.limit = limit
         self.handoff: Handoff[Item] = Handoff()
-        self.taken = progress.now.position  # as if those before had been taken
+        self.taken: int = progress.now.position  # as if those before had been taken
         self._urgent: deque[BaseException] = deque()  # raised before what is ready
         self.ended = self.closed = self.all_taken = self.is_asked = self.is_answered = False
         self.error: BaseException | None = None
         self._raised_in: weakref.WeakSet[Any] = weakref.WeakSet()  # consumers that have raised it
 
         self.inbox: list[Any] = []
-        self.plan_ended = False
+        self.plan_ended: bool = False
         self._planned = self.taken
         self._plan = plan
         self._arrivals = Arrivals(self, plan)

@@ -38,10 +38,10 @@ class RunAhead:
     """
 
     def __init__(self, options: Options, *, is_allowed: bool = True) -> None:
-        self.limit_bytes = options.max_buffered_bytes if is_allowed and options.in_order else 0
+        self.limit_bytes: int = options.max_buffered_bytes if is_allowed and options.in_order else 0
         self._overlapping = options.tickets_at_once
         self._mean_bytes: float | None = None
-        self.is_possible = False
+        self.is_possible: bool = False
         self._is_bounded = self.limit_bytes > 0  # and the size of every batch so far is known
         self._mean_busy_s: float | None = None
         self._latency_s = _LATENCY_GUESS_S

@@ -60,6 +60,10 @@ class Scheduler:
         void_count: Batches that are void.
     """
 
+    num_workers: int
+    in_flight: dict[int, dict[int, Ticket]]
+    active: set[int]
+
     def __init__(
         self,
         options: Options,
@@ -76,7 +80,7 @@ class Scheduler:
         self._in_order = options.in_order
         self._by_turns = self._static and options.in_order
         self._overlaps = options.tickets_at_once > 0
-        self.roster = Roster(num_workers, first if next_worker is None else next_worker)
+        self.roster: Roster = Roster(num_workers, first if next_worker is None else next_worker)
         self.in_flight, self.active = self.roster.in_flight, self.roster.active
         self.delivered: list[Any] = []
         self.outbox: defaultdict[int, list[Ticket]] = defaultdict(list)
@@ -84,15 +88,15 @@ class Scheduler:
         self._unsent: deque[Ticket] = deque()  # in order
         self._again: list[tuple[int, Ticket]] = []  # a heap by batch, of those that workers had: all before the unsent
         self._parked: dict[int, Any] = {}
-        self.planned_count = first
-        self.gone_count = first
-        self.void_count = 0
+        self.planned_count: int = first
+        self.gone_count: int = first
+        self.void_count: int = 0
         self._plan_ended = False
         self._parked_bytes = 0
-        self.run_ahead = RunAhead(options, is_allowed=runs_ahead)
+        self.run_ahead: RunAhead = RunAhead(options, is_allowed=runs_ahead)
         self.are_up = False
-        self.window = self._count_window()
-        self.read_until = first + self.window
+        self.window: int = self._count_window()
+        self.read_until: int = first + self.window
 
     def __repr__(self) -> str:
         loads = ",".join(str(len(tickets)) for _, tickets in sorted(self.in_flight.items()))

@@ -15,16 +15,14 @@ which joins. Meanwhile the other workers do its work.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping
 
 from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Action
 from asyncloader.engine.roster import Roster
+from asyncloader.log import log
 from asyncloader.observe.timing import show_bytes
 from asyncloader.options import Options
-
-log = logging.getLogger("asyncloader")
 
 
 class Workforce:
@@ -43,10 +41,10 @@ class Workforce:
     """
 
     def __init__(self, options: Options) -> None:
-        self.wanted = set(range(options.num_at_start))
+        self.wanted: set[int] = set(range(options.num_at_start))
         self.coming: set[int] = set()
         self._max_bytes = options.max_worker_memory
-        self.most_in_hand = None if self._max_bytes is None else options.prefetch
+        self.most_in_hand: int | None = None if self._max_bytes is None else options.prefetch
         self.grown: dict[int, int] = {}
         self._bounds: dict[int, int] = {}  # of the memory of workers that have made a batch
         self._has_warned = False

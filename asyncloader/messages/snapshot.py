@@ -51,10 +51,10 @@ class Frozen:
     __slots__ = ("_kept", "_text", "can_travel", "ended", "taken_at")
 
     def __init__(self, state: Any, *, ended: bool = False) -> None:
-        self.ended = ended
-        self.taken_at = perf_counter()
+        self.ended: bool = ended
+        self.taken_at: float = perf_counter()
         self._text: str | None = None
-        self.can_travel = True
+        self.can_travel: bool = True
         try:
             self._kept: Any = pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
         except Exception:  # whatever its classes raise
@@ -201,12 +201,12 @@ class Keeper:
 
     def __init__(self, dataset: Any, every: int, start: WorkerStart, *, sends: bool = False) -> None:
         self._gaps = deque(start.gaps())
-        self.made = start.made
+        self.made: tuple[Made, ...] = start.made
         self._dataset = dataset
         self._every = every
         self._sends = sends
         self._snapshot = _thawed(start.snapshot) or {}
-        self.is_put_back = bool(self._snapshot) and is_stateful(dataset)
+        self.is_put_back: bool = bool(self._snapshot) and is_stateful(dataset)
         self._things: dict[str, Any] = {"dataset": dataset} if is_stateful(dataset) else {}
         self._since = start.batches + len(start.made)  # batches since the last snapshot
         self._generators: list[int] = []  # what tells the global ones when a stream begins

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncloader.log import log
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.figures import Stages, Waiting, Workers, WorkerStats
@@ -37,8 +38,6 @@ from asyncloader.observe.stalls import stalled_s
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.timing import Timing
 from asyncloader.observe.trace import Trace
-
-log = logging.getLogger("asyncloader")
 
 _MOST_ROWS = 256
 _LOOK_EVERY_S = 0.02
@@ -107,7 +106,7 @@ class Meter:
         trace: Trace | None = None,
         **options: Any,
     ) -> None:
-        self.faults = faults or Faults()
+        self.faults: Faults = faults or Faults()
         self._epoch = epoch
         self._num_workers = num_workers
         self._window = window

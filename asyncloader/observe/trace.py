@@ -11,7 +11,6 @@ then.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import weakref
@@ -21,9 +20,8 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
+from asyncloader.log import log
 from asyncloader.observe.record import ROW
-
-log = logging.getLogger("asyncloader")
 
 _WRITE_AT = 512
 _END = b"\n]\n"
@@ -48,13 +46,13 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._began = perf_counter()
         self._noted: list[tuple[float | str, Any]] = []
         self._named: set[int] = set()
         self._lanes: dict[int, list[float]] = {}  # of each worker, until when its lanes are taken
         self._lock = threading.Lock()
-        self.key = _key(path)
+        self.key: tuple[int, str] = _key(path)
         self._end_at = 1
         self.path.write_bytes(b"[" + _END)
 

@@ -10,7 +10,6 @@ unpickled. A connection that ends gives back what it was leased, and its calls t
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import pickle
 import secrets
@@ -25,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncloader import threads
+from asyncloader.log import log
 from asyncloader.online.forks import keep_from_forks
 from asyncloader.online.link import Leased, Link, Request
 from asyncloader.online.wire import Channel, Unreadable, peer
-
-log = logging.getLogger("asyncloader")
 
 _RETRY_S = 0.5
 _ROOT = 0
@@ -49,7 +47,7 @@ class Door:
     """
 
     def __init__(self, server: Link) -> None:
-        self.path = str(Path(util.get_temp_dir()) / f"feed-{secrets.token_hex(4)}")
+        self.path: str = str(Path(util.get_temp_dir()) / f"feed-{secrets.token_hex(4)}")
         self._listener = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._listener.bind(self.path)
         self._listener.listen(1024)

@@ -102,6 +102,10 @@ class Feed(Producers, SuppliesKeys[T]):
         tensor([0, 1])
     """
 
+    batch_size: int
+    group_size: int
+    fn: Callable[[Sample[Any]], T] | None
+
     def __init__(
         self,
         source: Iterable[Any] | AsyncIterable[Any] | Callable[[], Any] | None = None,

@@ -39,6 +39,9 @@ class Connection:
         version: The version of the weights when the last answer was sent.
     """
 
+    address: str
+    version: int
+
     def __init__(self, address: str, user: int) -> None:
         self.address, self.version = address, -1
         self._requests: dict[int, Request] = {}

@@ -86,6 +86,7 @@ class FeedBatches(Sampler[list[SampleKey]]):
     """
 
     keys_arrive = True
+    batch_size: int
 
     def __init__(self, server: FeedServer, batch_size: int) -> None:
         self._server, self.batch_size = server, batch_size
@@ -143,8 +144,8 @@ class FeedKeys:
     """
 
     def __init__(self, server: FeedServer) -> None:
-        self.number = 0
-        self.reader = server.new_reader()
+        self.number: int = 0
+        self.reader: int = server.new_reader()
         self._server = server
         self._given: Callable[[], int] | None = None
         self._said = 0  # how many batches were given, as the server knows it

@@ -132,9 +132,15 @@ class Ledger:
         ended_leases: Leases that have ended, until somebody looks.
     """
 
+    next_id: int
+    formed: int
+    done: int
+    source_over: bool
+    ended: bool
+
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.version = 0
+        self.version: int = 0
         self.next_id = self.formed = self.done = 0
         self.units: dict[int, Unit] = {}
         self.pending: deque[Unit] = deque()

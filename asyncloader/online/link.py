@@ -40,7 +40,7 @@ class Request(Future[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = next(_numbers)
+        self.number: int = next(_numbers)
 
     def answer(self, answer: Any, error: Exception | None = None) -> None:
         """Have whoever waits go on."""
@@ -89,6 +89,12 @@ class Leased:
         version: The version of the weights.
         tries: How many leases of this item have failed before.
     """
+
+    lease: int
+    id: int
+    item: Any
+    version: int
+    tries: int
 
     def __init__(self, link: Link, lease: int, id: int, item: Any, version: int, tries: int) -> None:
         self.lease, self.id, self.item, self.version, self.tries = lease, id, item, version, tries

@@ -36,12 +36,14 @@ class Put:
     """
 
     __slots__ = ("answered", "is_withdrawn", "outcome", "request", "unit")
+    answered: asyncio.Future[None]
+    unit: tuple[Any, ...]
 
     def __init__(self, unit: tuple[Any, ...], answered: asyncio.Future[None]) -> None:
         self.unit, self.answered = unit, answered
         self.outcome: Exception | None = _UNKNOWN
         self.request: Request | None = None
-        self.is_withdrawn = False
+        self.is_withdrawn: bool = False
 
     def settle(self, outcome: Exception | None) -> None:
         """Note the outcome, and have the task go on."""
@@ -57,6 +59,8 @@ class Puts:
         link: The connection.
         loop: The event loop, on which everything here runs.
     """
+
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         self._link, self.loop = link, loop

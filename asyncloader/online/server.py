@@ -81,8 +81,12 @@ class FeedServer:
         key: Of this server among `servers`.
     """
 
+    run: Run
+    newest: int
+    identity: dict[str, Any]
+
     def __init__(self, source: Any, rules: Rules, group_size: int | None, lease_timeout: float | None) -> None:
-        self.ledger = Ledger(rules)
+        self.ledger: Ledger = Ledger(rules)
         self.run, self.newest = Run(0, 0), 0
         self.identity = {"kind": "Feed", "group_size": group_size, "has_source": source is not None}
         self._group_size = group_size
@@ -107,7 +111,7 @@ class FeedServer:
         self._deadlines: dict[int, float] = {}  # of leases, the oldest first
         self._door: Door | None = None
         self._begin_life()
-        self.key = next(_numbers)
+        self.key: int = next(_numbers)
         servers[self.key] = self
         threads.awaited.add(self)
 

@@ -44,8 +44,8 @@ class Source:
                 "source should be an iterable of items, an async one, or a function that returns one, but is "
                 f"{source!r}"
             )
-        self.drawn = 0
-        self.waits = False
+        self.drawn: int = 0
+        self.waits: bool = False
         self._source = source
         self._tell, self._is_kept = tell, is_kept
         self._readings: list[Items] = []  # of the source, that may go on

@@ -158,7 +158,7 @@ class ActorTransport(ProcessTransport):
         self._messages = _Messages(send)
         super().__init__(worker_id, self._messages, None)  # type: ignore[arg-type]  # of a channel, it has what is used
         node = ray.get_runtime_context().get_node_id()
-        self.where = f"{self.where} on node {socket.gethostname()}/{node[:8]}"
+        self.where: str = f"{self.where} on node {socket.gethostname()}/{node[:8]}"
         self._encoder = _BuffersApart()
 
     def put(self, kind: int, body: bytes) -> None:

@@ -10,7 +10,6 @@ stays pending, so that an autoscaler sees it. Messages are those of worker proce
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
 from asyncio import TimerHandle
 from collections import deque
@@ -28,6 +27,7 @@ from ray.exceptions import RayActorError
 from asyncloader.backends.backend import END_GRACE_S, Backend, Launch
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.errors import LoaderClosedError, WorkerStartError
+from asyncloader.log import log
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES, unpack
 from asyncloader.messages.pickled_spec import pickle_by_value
@@ -36,8 +36,6 @@ from asyncloader.ray.actor import Hello, Message
 from asyncloader.ray.facts import differences, facts
 from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
 from asyncloader.worker.guarded_loop import GuardedLoop
-
-log = logging.getLogger("asyncloader")
 
 _NO_RAY = "ray.shutdown() was called while workers were needed."
 _LOOK_S = 1.0
@@ -55,12 +53,16 @@ class RayWorker(Worker):
         overlaps: Its samples are fetched on a loop.
     """
 
-    answers_within_s = Worker.answers_within_s + 1.0
+    answers_within_s: float = Worker.answers_within_s + 1.0
+    pid: int
+    exitcode: int | None
+    output: bytearray
+    why_no_other: Exception | None
 
     def __init__(self, worker_id: int, loop: GuardedLoop, actor: Any, owner: RayPool, *, overlaps: bool) -> None:
         super().__init__(worker_id, loop)
-        self.state = WorkerState.RUNNING
-        self.started_at = monotonic()
+        self.state: WorkerState = WorkerState.RUNNING
+        self.started_at: float = monotonic()
         self._actor = actor
         self._owner = owner
         self._overlaps = overlaps

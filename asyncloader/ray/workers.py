@@ -56,8 +56,10 @@ class RayWorkers:
         ConfigurationError: for an option that cannot work; Ray refuses unknown ones when a run begins.
     """
 
+    actor_options: dict[str, Any]
+
     def __init__(self, num_workers: int, *, on_mismatch: OnMismatch = "raise", **actor_options: Any) -> None:
-        self.num_workers = at_least("RayWorkers: num_workers", num_workers, least=1)
+        self.num_workers: int = at_least("RayWorkers: num_workers", num_workers, least=1)
         one_of("RayWorkers: on_mismatch", on_mismatch, OnMismatch)
         for name in sorted(actor_options.keys() & _OURS.keys()):
             raise ConfigurationError(f"RayWorkers: {name} cannot be chosen: {_OURS[name]}")

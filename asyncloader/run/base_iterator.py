@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import sys
 import threading
@@ -24,6 +23,7 @@ from asyncloader import threads
 from asyncloader.engine import exits
 from asyncloader.engine.finisher import accelerator
 from asyncloader.errors import LoaderClosedError
+from asyncloader.log import log
 from asyncloader.messages.imports import imports_here
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.modes import Modes
@@ -37,8 +37,6 @@ from asyncloader.run.plan import order_generators
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import ALL, LoaderState
-
-log = logging.getLogger("asyncloader")
 
 T_co = TypeVar("T_co", covariant=True)
 

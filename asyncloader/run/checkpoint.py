@@ -6,13 +6,13 @@ A state says how far the run is, when its order was drawn, and where samplers an
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from asyncloader.engine.progress import Progress, SamplerState
+from asyncloader.log import log
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.snapshot import WorkerStart, as_plain, dataset_here
 from asyncloader.observe.meter import Meter
@@ -23,8 +23,6 @@ from asyncloader.run.rng_snapshot import OrderDraw
 from asyncloader.run.set_epochs import counted_epochs
 from asyncloader.run.state import LoaderState
 from asyncloader.seeding.own_generators import Key
-
-log = logging.getLogger("asyncloader")
 
 
 def nobody() -> None:

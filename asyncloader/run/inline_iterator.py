@@ -60,7 +60,7 @@ class InlineHost(Host):
     """The trainer's process, as what makes batches. Nothing here makes it look like a worker."""
 
     where = "in the main process"
-    cpu_clock = staticmethod(float)  # always 0.0: stats() has the CPU time of this process
+    cpu_clock: Callable[[], float] = staticmethod(float)  # always 0.0: stats() has the CPU time of this process
 
     def ends(self, error: BaseException) -> bool:
         """Whether this is an interruption by a signal's handler, and no failure of a batch.
@@ -81,6 +81,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
     """
 
     _timeout = property(lambda self: 0, lambda self, value: None)
+    is_closed: bool
     """Of torch's constructor, which refuses one: keys that arrive may be waited for with a limit."""
 
     def __init__(

@@ -38,7 +38,7 @@ class MakerThread:
     """
 
     def __init__(self, make: Callable[[int, Any], Any], wake: Callable[[], object]) -> None:
-        self.is_asked = False
+        self.is_asked: bool = False
         self.made: tuple[Any, BaseException | None] | None = None
         self._make = make
         self._wake = wake

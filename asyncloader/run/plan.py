@@ -10,7 +10,6 @@ All of it happens in the consumer's thread: samplers are the user's.
 from __future__ import annotations
 
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +23,7 @@ from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
 from asyncloader.epochs import hears, tell
 from asyncloader.errors import LoaderClosedError
+from asyncloader.log import log
 from asyncloader.messages.snapshot import Frozen, Pace
 from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
@@ -32,8 +32,6 @@ from asyncloader.run.random_order import Batches, RandomOrder, indices, skip
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
-
-log = logging.getLogger("asyncloader")
 
 
 def samplers_within(index_sampler: Any) -> list[Any]:
@@ -120,7 +118,7 @@ class Plan:
         iterated = index_sampler.sampler if self._takes_apart else index_sampler
         self._is_exact = self._sampler is iterated  # otherwise its state does not say where in the epoch it is
         self._is_elastic = self._is_exact and is_elastic(iterated)
-        self.arrives = probe(iterated, "keys_arrive") is True
+        self.arrives: bool = probe(iterated, "keys_arrive") is True
         if self.arrives and hasattr(iterator, "follow"):
             progress.follow(iterator)
         self._order = order

@@ -83,7 +83,7 @@ class RNGSnapshot:
             others |= not (type(sampler) in DRAW_FROM_TORCH or is_stateful(sampler) or draws_once(sampler))
         generators += [each for each in GLOBAL if others or reads_stream if not any(each is own for own in generators)]
         self._generators = generators
-        self.is_global = [any(own is each for each in GLOBAL) for own in generators]
+        self.is_global: list[bool] = [any(own is each for each in GLOBAL) for own in generators]
 
     def __len__(self) -> int:
         return len(self._generators)
@@ -165,7 +165,7 @@ class OrderDraw:
         self._at_next_text = ""
         self._is_again = self._is_reading = False
         self._put_back = self._set_by_sampler = [False] * len(rng)
-        self.is_due = True
+        self.is_due: bool = True
         self._warn = warn
         self._on_first_read = on_first_read
         self._draws_on = self._has_states = False

@@ -10,7 +10,6 @@ How the order is drawn again, and what becomes of the generators, is told in `as
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -21,6 +20,7 @@ import torch
 
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.epochs import listeners, tell
+from asyncloader.log import log
 from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_here
 from asyncloader.options import Options
 from asyncloader.plain import unplain
@@ -34,8 +34,6 @@ from asyncloader.run.set_epochs import counting
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import ResumableSampler
 from asyncloader.seeding.own_generators import GeneratorKeys, Key
-
-log = logging.getLogger("asyncloader")
 
 
 class Drawn(NamedTuple):

@@ -75,7 +75,7 @@ class Runs:
     """
 
     def __init__(self) -> None:
-        self.begun = 0
+        self.begun: int = 0
         self.warned: set[str] = set()
         self.records: tuple[Checkpointer, ...] = ()
         # References to iterators that were dropped, in this order. Each is put here without a function of ours: what
@@ -85,8 +85,8 @@ class Runs:
         self._meter: Meter | None = None
         self.loaded: LoaderState | None = None
         self._marks: list[Mark | None] = []  # of the generators when a state was loaded
-        self.set_epochs = SetEpochs()
-        self.generator_keys = GeneratorKeys({}, {})
+        self.set_epochs: SetEpochs = SetEpochs()
+        self.generator_keys: GeneratorKeys = GeneratorKeys({}, {})
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ what is remembered here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
@@ -19,12 +18,11 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from asyncloader.epochs import changed, hears, listeners, numbers, tell
+from asyncloader.log import log
 from asyncloader.options import Options
 from asyncloader.protocols import probe
 from asyncloader.run.plan import samplers_within
 from asyncloader.run.state import LoaderState
-
-log = logging.getLogger("asyncloader")
 
 
 class SetEpochs:

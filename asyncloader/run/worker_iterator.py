@@ -72,6 +72,7 @@ class WorkerIterator(BaseIterator[T_co]):
     """
 
     _run: Run
+    is_closed: bool
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class WorkerIterator(BaseIterator[T_co]):
         if options.num_workers and not options.is_in_process and options.start_context.get_start_method() != "fork":
             refuse_in_main()
         super().__init__(loader, options, runs)
-        self.asked = options
+        self.asked: Options = options
         self._start(loader, state, wait=wait_for_start)
 
     def _start(self, loader: DataLoader[T_co], state: LoaderState | None, *, wait: bool) -> None:

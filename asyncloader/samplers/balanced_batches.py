@@ -57,6 +57,7 @@ class BalancedBatchSampler(WindowedBatchSampler):
     """
 
     _measure: ClassVar[str] = "cost"
+    batch_size: int
 
     def __init__(
         self,

@@ -68,11 +68,11 @@ class LengthBatchSampler(WindowedBatchSampler):
         drop_last: bool = False,
     ) -> None:
         super().__init__(lengths, sampler, window, shuffle, num_replicas, rank, seed, drop_last)
-        self.max_tokens = count_of("max_tokens", max_tokens)
-        self.max_batch = None if max_batch is None else count_of("max_batch", max_batch)
+        self.max_tokens: int = count_of("max_tokens", max_tokens)
+        self.max_batch: int | None = None if max_batch is None else count_of("max_batch", max_batch)
         one_of("too_long", too_long, TooLong)
         self.too_long = too_long
-        self.buckets = sorted({count_of("a bucket", bound) for bound in buckets or ()})
+        self.buckets: list[int] = sorted({count_of("a bucket", bound) for bound in buckets or ()})
         if buckets is not None and (not self.buckets or (too_long == "raise" and self.buckets[-1] > self.max_tokens)):
             raise ConfigurationError(
                 f"buckets should be lengths between 1 and max_tokens ({self.max_tokens}), but are {self.buckets}"

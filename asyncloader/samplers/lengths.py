@@ -31,6 +31,8 @@ class Lengths:
             samples are planned.
     """
 
+    count: int
+
     def __init__(self, lengths: LengthsLike, noun: str = "length") -> None:
         of_costs = noun == "cost"
         numbers, kinds = ("numbers", "iuf") if of_costs else ("integers", "iu")

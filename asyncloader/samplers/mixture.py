@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, cast
@@ -13,11 +12,10 @@ from torch.utils.data import ConcatDataset
 
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
+from asyncloader.log import log
 from asyncloader.samplers.ordered import Order, OrderedSampler, count_of, length_of
 from asyncloader.samplers.shares import Schedule
 from asyncloader.samplers.shuffle import by_group, reshuffled
-
-log = logging.getLogger("asyncloader")
 
 Stop = Literal["first", "all"]
 Weights = Sequence[float] | Sequence[tuple[int, Sequence[float]]]
@@ -76,7 +74,7 @@ class MixtureSampler(OrderedSampler):
                 f"give its values: {[*lengths]}"
             )
         sources: Iterable[Any] = lengths.datasets if isinstance(lengths, ConcatDataset) else lengths
-        self.lengths = [*map(length_of, sources)]
+        self.lengths: list[int] = [*map(length_of, sources)]
         if stop is not None:
             one_of("stop", stop, Stop)
         if not self.lengths or min(self.lengths) < 0:

@@ -125,7 +125,7 @@ class Run:
         self.is_begun = is_begun
         self.read = 0
         self.within: Run | None = None
-        self.ends = [0]
+        self.ends: list[int] = [0]
 
 
 class ResumableSampler(Sampler[T_co], ABC):
@@ -150,10 +150,12 @@ class ResumableSampler(Sampler[T_co], ABC):
     """
 
     _beginning: ClassVar[Any] = 0
+    num_replicas: int
+    rank: int
     """The cursor at which epochs begin."""
     _may_differ: ClassVar[frozenset[str]] = frozenset({"num_replicas", "rank", "epoch", "is_epoch_set", "dataset"})
     """Attributes that are no part of states."""
-    is_epoch_set = False
+    is_epoch_set: bool = False
     """Whether `set_epoch` or `load_state_dict` was called since our loader has begun an epoch."""
     _next: Any
     """The cursor at which the next iterator begins; None for the beginning of the epoch."""
@@ -169,9 +171,9 @@ class ResumableSampler(Sampler[T_co], ABC):
         drop_last: bool = False,
     ) -> None:
         self.num_replicas, self.rank = place_in_group(num_replicas, rank)
-        self.seed = count_of("seed", seed, least=None)
+        self.seed: int = count_of("seed", seed, least=None)
         self.drop_last = drop_last
-        self.epoch = 0
+        self.epoch: int = 0
         self._reading = 0
         self._is_begun = False  # something of the reading may have been read
         self._is_announced = False  # a loader has begun the reading, whose first item is still to be read

@@ -111,8 +111,8 @@ class PackingBatchSampler(WindowedBatchSampler):
         cost: Cost | None = None,
     ) -> None:
         super().__init__(lengths, sampler, window, shuffle, num_replicas, rank, seed, drop_last)
-        self.block_size = count_of("block_size", block_size)
-        self.batch_size = count_of("batch_size", batch_size)
+        self.block_size: int = count_of("block_size", block_size)
+        self.batch_size: int = count_of("batch_size", batch_size)
         self._units_per_batch = self.batch_size if cost is None else 1  # with a cost, units are whole batches
         one_of("too_long", too_long, TooLong)
         self.too_long = too_long

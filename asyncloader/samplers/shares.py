@@ -42,6 +42,10 @@ class Stage:
         base: How many draws of each source come before this stage.
     """
 
+    start: int
+    weights: tuple[float, ...]
+    base: Array
+
     def __init__(self, start: int, weights: Sequence[float], base: Array) -> None:
         self.start, self.weights, self.base = start, tuple(map(float, weights)), base
         ends = np.cumsum(np.asarray(weights, dtype=np.float64))

@@ -56,7 +56,7 @@ class WeightedSampler(OrderedSampler):
     ) -> None:
         super().__init__(num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)
         self._weights = _checked(_row(weights))
-        self.num_samples = count_of("num_samples", self._weights.size if num_samples is None else num_samples)
+        self.num_samples: int = count_of("num_samples", self._weights.size if num_samples is None else num_samples)
         self.replacement = replacement
         least, drawable = 1 if replacement else self.num_samples, np.flatnonzero(self._weights)
         if len(drawable) < least:

@@ -67,8 +67,11 @@ class EpochPlan:
         sampler: The sampler that plans.
     """
 
+    count: int | None
+    end: int
+
     def __init__(self, sampler: WindowedBatchSampler) -> None:
-        self.epoch = sampler.epoch
+        self.epoch: int = sampler.epoch
         self.kept: dict[int, Units] = {}
         self._order = order = sampler.sampler.order()
         self._multiple = multiple = sampler._samples_per_unit or 1
@@ -108,6 +111,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
 
     _beginning: ClassVar[Mapping[str, int]] = {"window": 0, "unit": 0}
     _measure: ClassVar[str] = "length"
+    sampler: ElasticSampler | OrderedSampler
     """What is known of samples: their lengths, or their costs."""
     _units_per_batch = 1
     _samples_per_unit: int | None = None
@@ -132,12 +136,12 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
                 f"{type(sampler).__name__}"
             )
         of_sampler = None if sampler is None else sampler.num_indices()
-        self.lengths = Lengths(lengths, self._measure)
+        self.lengths: Lengths = Lengths(lengths, self._measure)
         if of_sampler not in (None, self.lengths.count):
             raise ConfigurationError(
                 f"there are {self.lengths.count} {self._measure}s, but the sampler is one of {of_sampler} samples"
             )
-        self.window = count_of("window", window)
+        self.window: int = count_of("window", window)
         self.shuffle = shuffle
         self.sampler = ElasticSampler(self.lengths.count, 1, 0, shuffle, seed) if sampler is None else sampler
         self._tokens = self._space = 0  # in what was planned so far

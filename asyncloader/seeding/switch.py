@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
 from typing import Any
 
+from asyncloader.log import log
 from asyncloader.seeding import turns
 from asyncloader.seeding.generators import GLOBAL, restore, states_of
 from asyncloader.seeding.positions import positions
 from asyncloader.seeding.sample_context import BATCH, SampleContext, Steps, current
 from asyncloader.seeding.seeder import WHOLE, Seeder
-
-log = logging.getLogger("asyncloader")
 
 _WAY_OUT = (
     "Draw from asyncloader.sample_rng(), which is the sample's own in any thread and task; or have the transforms run "
@@ -53,10 +51,10 @@ class DrawWatch(Steps):
         has_warned: One of this process has warned, which is enough.
     """
 
-    has_warned = False
+    has_warned: bool = False
 
     def __init__(self, seeder: Seeder, *, is_alone: bool) -> None:
-        self.is_on = not is_alone
+        self.is_on: bool = not is_alone
         self._is_alone = is_alone
         self.begin_run(seeder)
 

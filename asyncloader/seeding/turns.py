@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from asyncloader.seeding.sample_context import BATCH, SampleContext, current
 from asyncloader.seeding.seeder import BLOCK
 
-lock = threading.RLock()
+lock: threading.RLock = threading.RLock()
 """Held by the block, or the step of a coroutine, that has its turn."""
 _holder: SampleContext | None = None  # the sample whose block has its turn
 

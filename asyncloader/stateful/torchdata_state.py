@@ -15,12 +15,12 @@ where workers persist, their streams are read on to the end.
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncloader.errors import StateMismatchError
+from asyncloader.log import log
 from asyncloader.messages.snapshot import WorkerStart, as_plain
 from asyncloader.options import Options
 from asyncloader.plain import plain
@@ -29,8 +29,6 @@ from asyncloader.run.fits import describe
 from asyncloader.run.plan import order_generators
 from asyncloader.run.rng_snapshot import DRAW_FROM_TORCH, KNOWN_SAMPLERS
 from asyncloader.run.state import ALL, LoaderState
-
-log = logging.getLogger("asyncloader")
 
 _OF_GRAPHS = {"root", "num_yielded"}
 _OLD_ORDER = (

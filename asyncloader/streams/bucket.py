@@ -56,9 +56,9 @@ class Bucket(Windowed[list[T]]):
         if not callable(length):
             raise ConfigurationError(f"length should be a function of a sample, but is {length!r}")
         self.length = length
-        self.max_tokens = count_of("max_tokens", max_tokens)
-        self.max_samples = None if max_samples is None else count_of("max_samples", max_samples)
-        self.bounds = [count_of("a bound", bound) for bound in bounds]
+        self.max_tokens: int = count_of("max_tokens", max_tokens)
+        self.max_samples: int | None = None if max_samples is None else count_of("max_samples", max_samples)
+        self.bounds: list[int] = [count_of("a bound", bound) for bound in bounds]
         if self.bounds != sorted(set(self.bounds)) or max(self.bounds, default=0) > self.max_tokens:
             raise ConfigurationError(f"bounds should be ascending, up to max_tokens={max_tokens}, but are {bounds}")
 

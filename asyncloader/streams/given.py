@@ -21,6 +21,9 @@ class Given:
     """
 
     __slots__ = ("beyond", "end", "low")
+    beyond: set[int]
+    end: int
+    low: int
 
     def __init__(self, low: int = 0, *beyond: int) -> None:
         self.low, self.beyond, self.end = low, {*beyond}, -1

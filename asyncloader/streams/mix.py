@@ -53,6 +53,8 @@ class Mix(Stream[T_co]):
         'aaaabbbbaaaab'
     """
 
+    by: Callable[[T_co], float] | None
+
     def __init__(
         self,
         streams: Sequence[Stream[T_co]],
@@ -66,7 +68,7 @@ class Mix(Stream[T_co]):
             raise ConfigurationError("streams should be a list of parts of asyncloader.streams, and there are none")
         one_of("stop", stop, Stop)
         self.stop, self.by = stop, by
-        self.weights = _checked(weights, len(streams))
+        self.weights: list[tuple[int, list[float]]] = _checked(weights, len(streams))
 
     # -------------------------------------------------------------------------------------------------------- reading
 

@@ -53,6 +53,11 @@ class Pack(Windowed[Block]):
         [['aaaa', 'd'], ['bbb', 'cc'], ['eeeee']]
     """
 
+    budgets: dict[str, int]
+    lengths: Callable[[Any], Mapping[str, int] | int]
+    split: bool
+    cut: Callable[[Any, int, int], Any]
+
     def __init__(
         self,
         stream: Stream[Any],

@@ -73,6 +73,13 @@ class ShardedStream(Stream[T_co]):
         ['b', 'c', 'd']
     """
 
+    shards: Sequence[Any]
+    read: Callable[[Any, int], Iterable[T_co | Exception]]
+    num_replicas: int
+    rank: int
+    shuffle: bool
+    seed: int
+
     def __init__(
         self,
         shards: Sequence[Any],

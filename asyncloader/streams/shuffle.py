@@ -47,6 +47,9 @@ class Shuffle(Stream[T_co]):
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
+    size: int
+    seed: int
+
     def __init__(self, stream: Stream[T_co], size: int, seed: int = 0) -> None:
         super().__init__(stream)
         self.must_keep_order()

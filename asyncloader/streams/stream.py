@@ -85,10 +85,10 @@ class Stream(IterableDataset[T_co]):
         streams: The parts within.
     """
 
-    is_epoch_set = False  # by a call of `set_epoch` since our loader has begun an epoch
+    is_epoch_set: bool = False  # by a call of `set_epoch` since our loader has begun an epoch
     counts_epochs = True  # what our loader looks at before it warns of copies that give one order in all epochs
     is_remote = False  # loaders read it by `for`: nothing is gained by overlapping
-    keeps_order = True
+    keeps_order: bool = True
     """Whether samples may be given in another order than they were taken in. Not where they were put together."""
     num_replicas: int
     """How many ranks share the shards."""
@@ -105,7 +105,7 @@ class Stream(IterableDataset[T_co]):
                 raise ConfigurationError("streams that are mixed should be those of one rank, of as many ranks")
             self.keeps_order = self.keeps_order and stream.keeps_order
         self.streams: Sequence[Stream[Any]] = streams
-        self.epoch = 0
+        self.epoch: int = 0
         self._loaded: State | None = None  # where the next reading begins
         self._iterator: _Samples | None = None  # the newest one
         self._begun: _Samples | None = None  # the last one of which a sample was asked

@@ -38,7 +38,7 @@ class Windowed(Stream[T_co]):
         super().__init__(stream)
         self.must_keep_order()
         self.keeps_order = False  # what is chosen depends on what was given before
-        self.window = count_of("window", window)
+        self.window: int = count_of("window", window)
 
     @abstractmethod
     def cost_of(self, sample: Any) -> Any:

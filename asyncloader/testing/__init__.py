@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from asyncloader.loader import DataLoader
+from asyncloader.log import log
 from asyncloader.options import OF_WORKERS, Scheduling, WorkerBackend
 from asyncloader.protocols import is_async
 from asyncloader.testing.comparison import difference, fingerprint
 
 __all__ = ["assert_reproducible", "assert_resumable", "assert_resumable_async", "fingerprint"]
 
-log = logging.getLogger("asyncloader")
 
 MakeLoader = Callable[[], Any]
 

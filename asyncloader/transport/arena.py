@@ -89,7 +89,7 @@ class Arena:
             code = ctypes.get_errno()
             os.close(fd)
             raise OSError(code, "mmap of an arena")
-        self.base = int(base)
+        self.base: int = int(base)
         if hasattr(mmap, "MADV_DONTDUMP"):
             # A core dump would look at each page of these addresses, and the process would take minutes to die.
             _libc.madvise(self.base, size, mmap.MADV_DONTDUMP)

@@ -14,8 +14,8 @@ class Region:
     __slots__ = ("capacity", "offset")
 
     def __init__(self, offset: int, capacity: int) -> None:
-        self.offset = offset  # in the arena
-        self.capacity = capacity
+        self.offset: int = offset  # in the arena
+        self.capacity: int = capacity
 
     def __repr__(self) -> str:
         return f"<Region of {self.capacity} bytes at {self.offset:#x}>"
@@ -53,7 +53,7 @@ class FreeList:
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes: int = 0
         self._by_capacity: dict[int, list[Region]] = {}
 
     def __iter__(self) -> Iterator[Region]:

@@ -65,7 +65,7 @@ class Heap:
             self._idle.put(each)
         regions = self.regions()
         self._cold = Extents(gaps(first, first + length, regions))
-        self.reserved = sum(each.capacity for each in regions)
+        self.reserved: int = sum(each.capacity for each in regions)
         # Bytes in use at most, in the last period and in this one. What the owner before has left is kept at first.
         self._peaks = [0, self.reserved]
         self._period_ends = 0.0

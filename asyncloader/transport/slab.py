@@ -56,8 +56,8 @@ class Lease(weakref.ref[Any]):
     give_back: Callable[[Region], None]
     users: set[object]
     # Each lease is itself, and not what it refers to.
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+    __hash__: Callable[..., int] = object.__hash__
+    __eq__: Callable[..., bool] = object.__eq__
 
     def release(self, user: object) -> None:
         """Take a user from it."""

@@ -41,7 +41,7 @@ Placer = Callable[[int, Array], Any]
 _FLOATS = ("float32", "float64", "float16", "complex64", "complex128")
 _INTEGERS = ("int64", "uint8", "bool", "int32", "int16", "int8", "uint16", "uint32", "uint64")
 _NUMPY_DTYPES = [np.dtype(name) for name in _FLOATS + _INTEGERS]
-numpy_dtypes = frozenset(_NUMPY_DTYPES)  # those that numpy and torch have in common
+numpy_dtypes: frozenset[np.dtype[Any]] = frozenset(_NUMPY_DTYPES)  # those that numpy and torch have in common
 _COMMON = [getattr(torch, name) for name in _FLOATS + _INTEGERS]
 # bfloat16, the float8s, bits8, uint4, ... : quantized ones are described by more than their bytes
 _OTHERS = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and "torch.q" not in str(d)}, key=str)
@@ -107,8 +107,8 @@ class Span:
     __slots__ = ("memory", "start")
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory  # bytes
-        self.start = memory.data_ptr()
+        self.memory: torch.Tensor = memory  # bytes
+        self.start: int = memory.data_ptr()
 
 
 class _Extent(NamedTuple):

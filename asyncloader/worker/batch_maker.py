@@ -121,13 +121,16 @@ class BatchMaker:
     seeder: Seeder
     collate: Callable[[Any], Any]
     _is_batched: bool
+    fetched: float
+    began: float
+    waited_s: float
     _is_plain = False
     """A batch is fetched and collated, and that is all: most are, where nothing is seeded."""
     _is_known = False
     """A batch was looked at, and has not to be awaited."""
-    ticket = 0
+    ticket: int = 0
     waited_s = began = fetched = 0.0
-    count = 0
+    count: int = 0
     bad: Sequence[BadSample] = ()
     snapshot: Any = None
     blame: Blame | None = None
@@ -140,7 +143,7 @@ class BatchMaker:
         aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.keeper: Keeper | None = None
-        self.switch = Steps()
+        self.switch: Steps = Steps()
         self._unfit: Exception | None = None  # what stands for every batch of every run
         self._id = worker_id
         self.host = host

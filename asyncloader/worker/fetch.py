@@ -115,9 +115,9 @@ class IterableFetcher:
     _pause: Callable[[], object] | None = None
 
     def __init__(self, dataset: Any, spec: WorkerSpec, iterator: Any = None) -> None:
-        self.iterator = iter(dataset) if iterator is None else iterator
-        self.ended = False
-        self.is_unread = True
+        self.iterator: Any = iter(dataset) if iterator is None else iterator
+        self.ended: bool = False
+        self.is_unread: bool = True
         self.errors: dict[int, Exception] = {}
         self._spec = spec
 

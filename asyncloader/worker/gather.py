@@ -44,12 +44,14 @@ class WholeBatches:
         by_sample: Samples are asked for one by one though the dataset has ``__getitems__``.
     """
 
+    by_sample: bool
+
     def __init__(self, dataset: Any, spec: WorkerSpec) -> None:
-        self.is_collated = spec.auto_collation and is_collated(dataset)
+        self.is_collated: bool = spec.auto_collation and is_collated(dataset)
         self.by_sample = spec.knows_places and not (self.is_collated or seeds_samples(dataset)) and has_samples(dataset)
         self._dataset = dataset
         self._is_default = spec.auto_collation and is_default(spec.collate_fn)
-        self.is_in_memory = self._is_default and is_in_memory(dataset)
+        self.is_in_memory: bool = self._is_default and is_in_memory(dataset)
 
     def find(self, keys: Any) -> Whole | None:
         """Return the rows of a batch; None if its samples are to be fetched."""

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-log = logging.getLogger("asyncloader")
+from asyncloader.log import log
 
 _FOLDER = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 _O_PATH = getattr(os, "O_PATH", 0)

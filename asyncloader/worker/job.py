@@ -43,14 +43,14 @@ class Job:
         is_last: The data of a stream have ended within this job: it has fewer samples than were asked for.
     """
 
-    waited_s = 0.0
+    waited_s: float = 0.0
     count = 0
-    fetched = 0.0
+    fetched: float = 0.0
     bad: Sequence[BadSample] = ()
     snapshot: Any = None
     keys: Any = None
     first: int | None = None
-    fatal_at = sys.maxsize
+    fatal_at: int = sys.maxsize
     started = 0
     is_last = False
     samples: Any
@@ -59,7 +59,7 @@ class Job:
 
     def __init__(self, ticket: int) -> None:
         self.ticket = ticket
-        self.began = perf_counter()
+        self.began: float = perf_counter()
 
 
 def mend(samples: list[Any], errors: dict[int, Any], *, leave_out: bool) -> list[Any]:

@@ -103,10 +103,10 @@ class ProcessTransport(WorkerTransport):
     """
 
     is_remote = True
-    cpu_clock = staticmethod(process_time)
+    cpu_clock: Callable[[], float] = staticmethod(process_time)
 
     def __init__(self, worker_id: int, channel: WorkerChannel, heap: Heap | None) -> None:
-        self.where = f"in DataLoader worker process {worker_id}"
+        self.where: str = f"in DataLoader worker process {worker_id}"
         self._channel = channel
         self._heap = heap
         self._encoder = Encoder(heap)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 from collections.abc import AsyncIterable, Iterable, Iterator
 from functools import partial
 from itertools import count
@@ -29,10 +28,9 @@ from torch.utils.data import IterableDataset
 
 from asyncloader.checks import one_of
 from asyncloader.errors import AsyncLoaderError, ConfigurationError
+from asyncloader.log import log
 from asyncloader.wrap.rank_group import Answers, own_group
 from asyncloader.wrap.wrapper import IteratorWrapper, LoaderWrapper
-
-log = logging.getLogger("asyncloader")
 
 T_co = TypeVar("T_co", covariant=True)
 Mode = Literal["drop", "pad"]

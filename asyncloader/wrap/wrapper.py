@@ -59,6 +59,7 @@ class IteratorWrapper(ClosableIterator):
     """
 
     on_end: Callable[[], object] = staticmethod(_nobody)
+    source: Any
 
     def __init__(self, inner: Any, prefetch: int = 0, *, takes_states: bool = True) -> None:
         self._inner = self.source = inner

@@ -79,7 +79,7 @@ class Running:
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
-        self.sentinel = os.dup(pidfd)
+        self.sentinel: int = os.dup(pidfd)
         weakref.finalize(self, os.close, self.sentinel).atexit = False
 
     def start(self) -> None:

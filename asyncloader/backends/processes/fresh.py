@@ -32,7 +32,7 @@ from asyncloader.signals import masked
 PRELOAD = ("torch", "torch.utils.data", "asyncloader.preload")
 """What the fork server imports for us. No thread is left of it when a worker is forked, and no device is touched."""
 
-util = cast(Any, _util)
+util: Any = _util
 _ENDS_WITHIN_S = 1.0
 _NOT_TOLD = 255  # multiprocessing's stand-in for a status that the fork server did not send
 _MAIN = ("init_main_from_name", "init_main_from_path")

@@ -291,8 +291,8 @@ class WorkerHandle:
 
     def __init__(self, process: WorkerProcess) -> None:
         self._process = process
-        self.pid = process.pid
-        self.name = f"asyncloader worker {process.worker_id}"
+        self.pid: int = process.pid
+        self.name: str = f"asyncloader worker {process.worker_id}"
         self.daemon = True
 
     def __repr__(self) -> str:

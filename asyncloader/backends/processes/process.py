@@ -77,9 +77,15 @@ class WorkerProcess(Worker):
     Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive`, `kill` and `wait_dead`, which any may use.
     """
 
-    is_telling = False  # until it can be asked for its stack
-
+    is_telling: bool = False  # until it can be asked for its stack
     is_process = True
+    why_no_other: Exception | None
+    was_forked: bool
+    pid: int
+    started_at: float
+    channel: Channel
+    exitcode: int | None
+    output: bytearray
 
     def __init__(
         self, worker_id: int, loop: GuardedLoop, owner: Backend[WorkerProcess], *, overlaps: bool = False

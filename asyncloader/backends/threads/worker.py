@@ -55,6 +55,9 @@ class LocalWorker(Worker):
         on_thread: The worker has a thread of its own; otherwise it works on the portal's loop.
     """
 
+    state: WorkerState
+    started_at: float
+
     def __init__(
         self,
         worker_id: int,
@@ -63,7 +66,7 @@ class LocalWorker(Worker):
         on_thread: bool,
     ) -> None:
         super().__init__(worker_id, loop)
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self._owner: Backend[LocalWorker] | None = owner  # until the end
         where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
         self._transport = LocalTransport(where, self._post)
