@@ -20,8 +20,8 @@ HEAD = """# What was compared with torch
 
 Each behaviour below is a test that runs on torch's DataLoader and on ours, and checks that the results are equal: with
 torch's random streams, nearly always with our defaults too, and with `async for` where that may differ. In a checkout,
-`python -m tests.conformance --json` says of each what exactly is compared and on what, `--write` makes this page, and
-`pytest --start-method spawn tests/conformance` runs the tests with spawned workers.
+`python -m tests.conformance --json` names each and says what exactly is compared and on what, `--write` makes this
+page; `pytest --start-method spawn tests/conformance` runs the tests with spawned workers.
 """
 
 

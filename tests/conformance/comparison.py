@@ -23,6 +23,8 @@ import dataclasses
 import functools
 import random
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_sharer
 from types import CodeType, MappingProxyType
@@ -266,13 +268,8 @@ async def _take_async(loader: Any) -> list[Any]:
 
 
 def table(cases: Sequence[Case]) -> str:
-    """Write the list as a Markdown table, a line for each topic; what each case says is in its docstring."""
-    by_topic: dict[str, list[str]] = {}
-    for case in sorted(cases, key=lambda case: (case.topic.strip("`_").lower(), case.name)):
-        by_topic.setdefault(case.topic, []).append(_in_words(case.name))
-    rows = [f"| {topic} | {'; '.join(names)} |" for topic, names in by_topic.items()]
-    return "\n".join(["| | what is the same |", "|---|---|", *rows])
-
-
-def _in_words(name: str) -> str:
-    return name.removeprefix("test_").replace("_", " ").replace("torchs", "torch's")
+    """Write how many behaviours are compared of each topic; what each case says is in its docstring."""
+    counts = Counter(case.topic for case in cases)
+    topics = sorted(counts, key=lambda topic: topic.strip("`_").lower())
+    listed = ", ".join(f"{topic} ({counts[topic]})" if counts[topic] > 1 else topic for topic in topics)
+    return "\n".join(textwrap.wrap(f"{len(cases)} behaviours: {listed}.", width=120, break_on_hyphens=False))
