@@ -4,6 +4,7 @@ import ast
 import errno
 import mmap
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -31,6 +32,7 @@ PROGRAMS = [
     *(ROOT / "docs" / name for name in ("index.md", "moving.md")),
     *sorted((ROOT / "docs" / "guides").glob("[!i]*.md")),
 ]
+INSIDE = [ROOT / "docs" / "architecture.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```([\w{}-]*) ?[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -57,6 +59,39 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             dead.append(link)
     assert not dead
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is that of a module, or of something in one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_on_pages_are_there(page: Path) -> None:
+    """Names in `asyncloader`, and files of the repository, that stand as code in the text; two pages have old ones."""
+    if page.name in ("CHANGELOG.md", "size.md"):
+        return
+    spans = re.findall(r"`([^`\n]+)`", FENCED.sub("", page.read_text()))
+    names = {name for span in spans for name in re.findall(r"\basyncloader(?:\.[A-Za-z]\w*)+", span)}
+    files = {span for span in spans if re.fullmatch(r"\w[\w-]*/[\w/-]+\.(py|json)", span)}
+    assert not [name for name in names if not exists(name)]
+    assert not [file for file in files if not ((ROOT / file).exists() or (ROOT / "asyncloader" / file).exists())]
+
+
+def sources() -> set[str]:
+    """Return all words in the package's modules."""
+    return {word for path in (ROOT / "asyncloader").rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+
+
+@pytest.mark.parametrize("page", INSIDE, ids=lambda page: page.name)
+def test_attributes_that_decisions_name_are_there(page: Path) -> None:
+    """`Class.attribute`, of ours or of what we use, is in the package's code."""
+    spans, words = re.findall(r"`([A-Z]\w+\.\w+)(?:\(\w*\))?`", page.read_text()), sources()
+    assert not [span for span in spans if not set(span.split(".")) <= words]
 
 
 def syntax_error(code: str) -> str:

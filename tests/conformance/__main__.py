@@ -23,6 +23,7 @@ torch's random streams, nearly always with our defaults too, and with `async for
 `python -m tests.conformance --json` names each and says what exactly is compared and on what, `--write` makes this
 page; `pytest --start-method spawn tests/conformance` runs the tests with spawned workers.
 """
+REASONS = "In words: [differences from torch](differences.md)."
 
 
 def page() -> str:
@@ -32,7 +33,7 @@ def page() -> str:
             importlib.import_module(f"tests.conformance.{module.name}")
     same, different = comparison.table(comparison.CASES), differences.table(differences.DIFFERENCES)
     return (
-        f"{HEAD}\n## The same as torch\n\n{same}\n\n## Different on purpose\n\n{different}\n\n"
+        f"{HEAD}\n## The same as torch\n\n{same}\n\n## Different on purpose\n\n{REASONS}\n\n{different}\n\n"
         f"## Others' test suites\n\n{suites.section()}\n"
     )
 

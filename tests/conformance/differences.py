@@ -45,5 +45,5 @@ def differs(topic: str, *, torch: str, ours: str, why: str, instead: str = "") -
 
 def table(differences: list[Difference]) -> str:
     """Write the list as a Markdown table."""
-    rows = [f"| {d.topic} | {d.torch} | {d.ours} | {d.why} | {d.instead} |" for d in differences]
-    return "\n".join(["| | torch | asyncloader | why | torch's way |", "|---|---|---|---|---|", *rows])
+    rows = [f"| {d.topic} | {d.torch} | {d.ours} | {d.instead} |" for d in differences]
+    return "\n".join(["| | torch | asyncloader | torch's way |", "|---|---|---|---|", *rows])
