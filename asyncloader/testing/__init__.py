@@ -4,7 +4,7 @@
 ``async for``. `assert_reproducible`: samples are the same with other workers, batch sizes and threads. `fingerprint`:
 16 digits for all batches of a run, to compare runs whose batches nobody keeps.
 
-Containers and dataclasses are compared part by part; tensors, arrays and numbers by `torch.testing.assert_close`,
+Containers and dataclasses are compared part by part; tensors, arrays and numbers by dtype, shape, device and values,
 without tolerances, a NaN being equal to a NaN; other objects are the same if their class says so (``__eq__``), or if
 they would be pickled as the same. The error names the part that differs, or that cannot be compared.
 """

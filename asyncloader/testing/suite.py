@@ -19,6 +19,7 @@ import json
 import math
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -67,6 +68,8 @@ _IN_A_SAMPLE: dict[str, Callable[[], object]] = {
     "skip": lambda: 1 / 0,
     **dict.fromkeys(("hang", "trainer killed", "interrupt"), lambda: time.sleep(3600)),
 }
+_TELLING = ("trainer killed", "interrupt")
+"""In these cases the parent hears, through a FIFO in the flag's place, when the sample is reached."""
 
 
 class Adapter:
@@ -91,7 +94,7 @@ class Numbers(Dataset[float]):
 
     Args:
         case: What happens.
-        flag: A file that is made when it happens, so that it happens once.
+        flag: A file that is made when it happens, so that it happens once; where it leaks, what workers hold is in it.
     """
 
     def __init__(self, case: str, flag: str) -> None:
@@ -108,11 +111,17 @@ class Numbers(Dataset[float]):
     def __getitem__(self, index: int) -> float:
         if self.case == "leak":
             self.leaked.append(os.urandom(1) * _LEAK_BYTES)
+            held = Path("/proc/self/smaps_rollup").read_text().partition("Private_Dirty:")[2].split()[0]
+            with open(self.flag, "a") as most:
+                most.write(f"{held}\n")
         if index == FATAL and self.case in _IN_A_SAMPLE and self._may_happen():
             _IN_A_SAMPLE[self.case]()
         return index + torch.rand((), dtype=torch.float64).item()
 
     def _may_happen(self) -> bool:
+        if self.case in _TELLING:
+            Path(self.flag).write_bytes(b"!")
+            return True
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self.flag, os.O_CREAT | os.O_EXCL))
             return True
@@ -195,6 +204,8 @@ def run_case(adapter: str, case: str) -> dict[str, Any]:
             case,
             str(flag),
         ]
+        if case in _TELLING:
+            os.mkfifo(flag)
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -220,14 +231,8 @@ def _wait(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any], li
 
 
 def _weigh(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
-    until, seen["most_mb"] = time.monotonic() + LIMIT_S, 0
-    while process.poll() is None and time.monotonic() < until:
-        for pid in _workers(process.pid):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                held = Path(f"/proc/{pid}/smaps_rollup").read_text().partition("Private_Dirty:")[2].split()[0]
-                seen["most_mb"] = max(seen["most_mb"], int(held) >> 10)
-        time.sleep(0.01)
     _wait(process, flag, seen)
+    seen["most_mb"] = max(map(int, flag.read_text().split())) >> 10 if flag.exists() else 0
 
 
 def _watch_break(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
@@ -235,23 +240,21 @@ def _watch_break(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, A
     with contextlib.suppress(ValueError):
         while b"left" not in (process.stdout.readline() or b"left"):
             pass
-    seen["seconds"] = _until(lambda: not _workers(process.pid), 10.0)
+    seen["seconds"] = _wait_ended(_workers(process.pid), 10.0)
 
 
 def _kill(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
-    _until(flag.exists, LIMIT_S)
-    time.sleep(0.5)  # it has taken what was there, and waits
+    _wait_reached(flag)
     process.kill()
     process.wait()
-    _until(lambda: not _workers(process.pid), 2.0)
+    _wait_ended(_workers(process.pid), 2.0)
     seen["left"] = len(_workers(process.pid))
 
 
 def _interrupt(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
-    _until(flag.exists, LIMIT_S)
-    time.sleep(0.5)
+    _wait_reached(flag)
     process.send_signal(signal.SIGINT)
-    seen["seconds"] = _until(lambda: process.poll() is not None, LIMIT_S)
+    seen["seconds"] = _wait_ended([process.pid], LIMIT_S)
 
 
 _wait_long = partial(_wait, limit_s=5 * LIMIT_S)  # loaders are started five times
@@ -265,13 +268,20 @@ _WATCHES: dict[str, Callable[..., None]] = {
 }
 
 
-def _until(condition: Callable[[], bool], limit_s: float) -> float | None:
-    """Return how many seconds it took; None if it took too long."""
+def _wait_reached(fifo: Path) -> None:
+    with open(fifo, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as told:
+        select.select([told], [], [], LIMIT_S)
+
+
+def _wait_ended(processes: list[int], limit_s: float) -> float | None:
+    """Return how many seconds it took until all of them had ended; None if it took too long."""
     began = time.monotonic()
-    while not condition():
-        if time.monotonic() > began + limit_s:
-            return None
-        time.sleep(0.005)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(process)
+            with open(descriptor, "rb", buffering=0):
+                if not select.select([descriptor], [], [], max(0.0, began + limit_s - time.monotonic()))[0]:
+                    return None
     return time.monotonic() - began
 
 

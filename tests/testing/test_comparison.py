@@ -68,33 +68,36 @@ KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "int": (lambda x: x, "is 1 (int), and should be 2 (int)"),
     "text": (lambda x: f"text {x}", "is 'text 1' (str), and should be 'text 2' (str)"),
     "bytes": (lambda x: bytes([x]), r"is b'\x01'"),
-    "float": (float, "it: Scalars are not equal!"),
-    "complex": (lambda x: complex(x, 1), "it: Scalars are not equal!"),
-    "number of numpy": (np.float32, "it: Scalars are not equal!"),
+    "float": (float, "is 1.0 (float), and should be 2.0 (float)"),
+    "complex": (lambda x: complex(x, 1), "is (1+1j) (complex)"),
+    "number of numpy": (np.float32, "is np.float32(1.0) (float32)"),
     "number and truth": (lambda x: x if x == 1 else True, "is 1 (int), and should be True (bool)"),
-    "tensor": (lambda x: torch.tensor([[0.0, NAN], [0.0, x]]), "Mismatched elements: 1 / 4"),
-    "tensor with gaps": (lambda x: torch.full((4, 6), x)[::2, ::3].t(), "Mismatched elements: 4 / 4"),
-    "bfloat16": (lambda x: torch.tensor([x, NAN]).bfloat16(), "Mismatched elements: 1 / 2"),
-    "requires grad": (lambda x: torch.tensor([float(x)], requires_grad=True) * 1, "Mismatched elements: 1 / 1"),
-    "sparse": (lambda x: torch.eye(3).mul(x).to_sparse(), "Mismatched elements: 3 / 3"),
-    "sparse csr": (lambda x: torch.eye(3).mul(x).to_sparse_csr(), "Mismatched elements: 3 / 3"),
-    "shape": (lambda x: torch.zeros(2, x), "do not match: torch.Size([2, 1]) != torch.Size([2, 2])"),
-    "dtype": (lambda x: torch.zeros(2, dtype=[None, torch.int32, torch.int64][x]), "'dtype' do not match"),
-    "array": (lambda x: np.array([[NAN, x]]).T, "Mismatched elements: 1 / 2"),
+    "tensor": (
+        lambda x: torch.tensor([[0.0, NAN], [0.0, x]]),
+        "the first at [1, 1]: it is 1.0, and should be 2.0",
+    ),
+    "tensor with gaps": (lambda x: torch.full((4, 6), x)[::2, ::3].t(), "4 of 4 values differ, the first at [0, 0]"),
+    "bfloat16": (lambda x: torch.tensor([x, NAN]).bfloat16(), "1 of 2 values differ, the first at [0]"),
+    "requires grad": (lambda x: torch.tensor([float(x)], requires_grad=True) * 1, "1 of 1 values differ"),
+    "sparse": (lambda x: torch.eye(3).mul(x).to_sparse(), "3 of 9 values differ"),
+    "sparse csr": (lambda x: torch.eye(3).mul(x).to_sparse_csr(), "3 of 9 values differ"),
+    "shape": (lambda x: torch.zeros(2, x), "its shape is torch.Size([2, 1]), and should be torch.Size([2, 2])"),
+    "dtype": (lambda x: torch.zeros(2, dtype=[None, torch.int32, torch.int64][x]), "its dtype is torch.int32"),
+    "array": (lambda x: np.array([[NAN, x]]).T, "1 of 2 values differ, the first at [1, 0]"),
     "array, structured": (structured, "is array("),
-    "array of texts": (lambda x: np.array(["a", f"b{x}"]), "is array(['a', 'b1']"),
+    "array of texts": (lambda x: np.array(["a", f"b{x}"]), "the first at [1]: it is b1, and should be b2"),
     "array of objects": (lambda x: np.array([None, "a", torch.full((2,), x)], object), "is array([None, 'a', tensor("),
     "list": (lambda x: [0, [NAN, x]], "[1][1]: is 1 (int), and should be 2 (int)"),
     "longer list": (lambda x: [0] * x, "is ('list', 1) (tuple), and should be ('list', 2) (tuple)"),
     "queue": (lambda x: deque([NAN, x]), "[1]: is 1 (int)"),
     "named tuple": (lambda x: Point(NAN, Point(x)), "[1][0]: is 1 (int)"),
-    "dict": (lambda x: {"a": NAN, "b": {3: torch.tensor([x])}}, "['b'][3]: Tensor-likes are not equal!"),
+    "dict": (lambda x: {"a": NAN, "b": {3: torch.tensor([x])}}, "['b'][3]: 1 of 1 values differ"),
     "dict with another key": (lambda x: {x: 0}, "has [1], and should have [2]"),
     "dict by truth": (lambda x: {[0, 1, True][x]: 0}, "has [1], and should have [True]"),
     "ordered dict": (lambda x: OrderedDict(a=NAN, b=x), "['b']: is 1 (int)"),
-    "mapping of one's own": (lambda x: UserDict(a=torch.tensor([x])), "['a']: Tensor-likes are not equal!"),
+    "mapping of one's own": (lambda x: UserDict(a=torch.tensor([x])), "['a']: 1 of 1 values differ"),
     "set": (lambda x: {"a", (1, x)}, "has {(1, 1)}, and should have {(1, 2)}"),
-    "dataclass": (lambda x: Sample([NAN, torch.full((3,), x)]), ".image[1]: Tensor-likes are not equal!"),
+    "dataclass": (lambda x: Sample([NAN, torch.full((3,), x)]), ".image[1]: 3 of 3 values differ"),
     "object": (lambda x: Plain(name="n", x=[torch.tensor([NAN, x])]), "is <tests.testing.test_comparison.Plain object"),
     "date": (lambda x: datetime.date(2024, 1, x), "is datetime.date(2024, 1, 1)"),
     "enumeration": (Colour, "is <Colour.RED: 1>"),
@@ -138,7 +141,7 @@ def test_what_is_not_part_of_a_value() -> None:
 
 
 def test_zeros_with_another_sign_are_equal_and_have_other_fingerprints() -> None:
-    """Comparisons are torch's, fingerprints of bits."""
+    """Comparisons are of values, fingerprints of bits."""
     assert same([0.0, torch.zeros(2)], [-0.0, -torch.zeros(2)])
     assert fingerprint([0.0]) != fingerprint([-0.0])
     assert fingerprint([torch.zeros(2)]) != fingerprint([-torch.zeros(2)])
@@ -169,6 +172,30 @@ def test_what_cannot_be_compared() -> None:
             difference([make()], [copy.copy(make()) if make() is ring else make()])
         with pytest.raises((TypeError, RecursionError)):
             fingerprint([make()])
+
+
+def test_a_nan_hides_no_other_field_and_bits_decide_what_has_no_comparison() -> None:
+    """Records of numpy with a NaN in one field; dtypes that torch does not compare; complex numbers, texts, times."""
+    record = np.dtype([("a", "f8"), ("b", "i4")])
+    assert not same(np.array([(NAN, 1)], record), np.array([(NAN, 2)], record))
+    assert same(np.array([(NAN, 1)], record), np.array([(NAN, 1)], record))
+    assert same(torch.ones(3).to(torch.float8_e4m3fn), torch.ones(3).to(torch.float8_e4m3fn))
+    assert not same(torch.ones(3).to(torch.float8_e4m3fn), torch.zeros(3).to(torch.float8_e4m3fn))
+    assert not same(torch.ones(2, dtype=torch.complex64), torch.full((2,), 1j))
+    assert not same(np.zeros(2, ">f4"), np.zeros(2, "<f4"))
+    assert same(np.datetime64("NaT"), np.datetime64("NaT"))
+    assert same([np.float32(NAN), -NAN], [np.float32(NAN), NAN])
+    assert not same(NAN, 0.0)
+
+
+@pytest.mark.slow  # a fresh interpreter
+def test_a_comparison_imports_no_sympy() -> None:
+    """Which takes 2 s, for a tensor that is not distributed."""
+    script = (
+        "import sys, torch\nfrom asyncloader.testing.comparison import difference\n"
+        "assert difference(torch.ones(2), torch.zeros(2)) and 'sympy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
 def test_long_parts_are_shown_in_part() -> None:
@@ -250,7 +277,7 @@ def test_other_loaders_with_a_state_are_checked(num_workers: int) -> None:
             return self.asked
 
     with pytest.raises(
-        AssertionError, match=r"^The state .*: batch [12] is not the same: it: Tensor-likes are not equal!"
+        AssertionError, match=r"^The state .*: batch [12] is not the same: it: [123] of [123] values differ"
     ):
         assert_resumable(lambda: StatefulDataLoader(Forgets(int), 2, num_workers=num_workers))
 
@@ -262,9 +289,7 @@ def test_the_part_that_differs_is_told() -> None:
         is_here = torch.utils.data.get_worker_info() is None
         return index, Sample({"x": torch.tensor([1.0, 0.0 if is_here or index < 3 else 0.5])})
 
-    words = (
-        r"With num_workers=1, .*, epoch 0: sample 4 is not the same: \[1\]\.image\['x'\]: Tensor-likes are not equal!"
-    )
+    words = r"With num_workers=1, .*, epoch 0: sample 4 is not the same: \[1\]\.image\['x'\]: 1 of 2 values differ"
     with pytest.raises(AssertionError, match=words):
         assert_reproducible(lambda: Made(of_its_worker), num_workers=(0, 1), epochs=1, scheduling=["static"])
     with pytest.raises(
