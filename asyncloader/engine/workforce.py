@@ -6,7 +6,7 @@
 
 The workforce touches no loop, clock or process: the engine tells it what has happened, and carries out what it
 decides. A worker that is started joins when it has opened the dataset, so nothing waits for it. A worker that leaves
-finishes what it has in hand; if it is wanted again before that, it stays.
+finishes what it has in hand; if it is wanted again before that, it stays, unless it is being renewed.
 
 A worker that has grown too large is renewed: it leaves, and when it is gone another process is started under its id,
 which joins. Meanwhile the other workers do its work.
@@ -70,8 +70,8 @@ class Workforce:
         self.coming &= self.wanted - roster.active  # a run that has begun with them waits for them itself
         actions: list[Action] = []
         for worker in sorted(self.wanted):
-            if roster.takes(worker):
-                continue
+            if roster.takes(worker) or (worker in roster.leaving and worker in self.grown):
+                continue  # a worker that is being renewed gets no more tickets, however often it is wanted
             if worker in roster.leaving or (worker in processes and processes[worker].is_ready):
                 actions.append(("join", worker))
             elif worker not in self.coming:

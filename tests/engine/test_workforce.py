@@ -89,9 +89,12 @@ class World:
                 self.to_start.add(worker)
 
     def begin(self, num_workers: int) -> None:
-        """Begin another run, made for so many."""
+        """Begin another run, made for so many; workers that have grown leave it."""
         self.roster, self.is_idle = Roster(num_workers, 0), True
         self.settle()
+        for worker in self.workforce.grown:
+            if self.roster.takes(worker):
+                self.roster.leave(worker)
         self.is_idle = False
 
 
@@ -167,6 +170,7 @@ EVENTS = st.sampled_from(["start", "get_ready", "finish", "settle", "make"])
 
 
 @example(["make"] * 3)  # a worker that is being renewed goes on
+@example([*["make"] * 3, 1, "make", 1])  # or would, whenever somebody says how many are wanted
 @given(st.lists(st.integers(1, 5) | EVENTS | st.integers(1, 5).map(lambda count: ("begin", count)), max_size=40))
 def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> None:
     """Whatever happens in between; and each that has grown is renewed."""
