@@ -14,9 +14,9 @@ FIND_PYTHON := for python in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versi
 	$$python -c "" 2>/dev/null && break; done
 VERSIONS := 3.11 3.12 3.13 3.14 3.15
 MINUTES ?= 10
-# Tests run in this many processes, more than two cores, since tests wait for processes; what is about time runs when
-# all else has ended (the marker `alone`). `make test JOBS=0` runs them in one.
-JOBS ?= 4
+# Tests run in this many processes, three a core, since tests wait for processes most of the time; what is about time
+# runs when all else has ended (the marker `alone`). `make test JOBS=0` runs them in one.
+JOBS ?= 6
 BESIDE := --beside $(JOBS)
 # The suites that have no packages of their own, and that can be collected without those.
 CORE := --ignore=tests/frameworks --ignore=tests/clusters

@@ -119,7 +119,7 @@ def test_a_dropped_iterator_ends_its_workers_by_its_reference_count(after: str) 
     """Whatever was raised before: no cycle keeps the iterator alive, and dropping it does not wait."""
     error = {"error": ValueError(), "StopIteration": StopIteration()}.get(after)
     dataset = Numbers(error=error, at=0, seconds=0.5 if after == "timeout" else 0)
-    loader = DataLoader(dataset, batch_size=4, num_workers=2, timeout=0.05 if after == "timeout" else 0)
+    loader = DataLoader(dataset, batch_size=1, num_workers=2, timeout=0.05 if after == "timeout" else 0)
     with no_collection():
         iterator = iter(loader)
         workers = inside.workers(iterator)
@@ -139,7 +139,7 @@ async def test_a_dropped_async_iterator_ends_its_workers_by_its_reference_count(
     error = {"error": ValueError(), "StopIteration": StopIteration()}.get(after)
     slow = after in ("timeout", "cancellation")
     dataset = Numbers(error=error, at=0, seconds=0.5 if slow else 0)
-    loader = DataLoader(dataset, batch_size=4, num_workers=2, timeout=0.05 if after == "timeout" else 0)
+    loader = DataLoader(dataset, batch_size=1, num_workers=2, timeout=0.05 if after == "timeout" else 0)
     with no_collection():
         iterator = aiter(loader)
         with contextlib.suppress(TimeoutError):
