@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-HEAD = """The suites themselves are not part of this project. They were run on 28 November 2026 with our class in the
-place of theirs, also in the processes that they start, with torch 2.13, without a GPU, on a busy machine of two cores;
-tests that failed by a bound on time or memory were run again alone."""
+HEAD = """\
+Run on 28 November 2026 with our class in the place of theirs, also in the processes that they start, with torch 2.13
+and without a GPU; tests that failed by a bound on time or memory were run again alone."""
 
 TORCH = """### torch: `test_dataloader.py`
 
 From torchdata (`test/stateful_dataloader/`, at e640e6f), which keeps a copy: 166 tests pass, 2 fail, 12 are skipped
-because they are slow or need a GPU. The slow one, `test_proper_exit`, passed before without persistent workers (24
-cases); with persistent ones it did not finish within 20 minutes on the busy machine."""
+because they are slow or need a GPU. (The slow `test_proper_exit` passed before without persistent workers; with them it
+did not finish within 20 minutes.)"""
 
 DATA = """### torchdata: `test_state_dict.py`, `test_sampler.py`, `test_incremental_state.py`
 
@@ -38,9 +38,8 @@ our `StatefulDataLoader` in the place of torchdata's."""
 LIGHTNING = """### Lightning
 
 At 7f0c3436, its tests of loaders, loops, connectors and data modules: 456 of 457 pass. The other one,
-`test_dataloader_persistent_workers_performance_warning[2]`, starts processes that import Lightning, and ran out of time
-on the busy machine with torch's class, too. The first test that has workers is an error when it is over: Lightning's
-tests allow no thread to stay, and that of our event loop stays to the end of the process."""
+`test_dataloader_persistent_workers_performance_warning[2]`, ran out of time with torch's class, too. The first test
+that has workers is an error when it is over: no thread may stay there, and that of our event loop does."""
 
 TORCH_FAILURES = {
     "`test_worker_init_fn` (twice)": "With each sample, the test reads a seed that `worker_init_fn` has set. Each "
