@@ -26,14 +26,12 @@ from typing import Any
 from asyncloader import threads
 from asyncloader.log import log
 from asyncloader.online.forks import keep_from_forks
-from asyncloader.online.link import Leased, Link, Request
+from asyncloader.online.link import Leased, Request
 from asyncloader.online.wire import Channel, Unreadable, peer
 
 _RETRY_S = 0.5
 _ROOT = 0
-_NO_LEASE = -1
 _SETTLE = ("settle", "hand_over")
-_OF_LEASES = (*_SETTLE, "renew", "lost")
 
 
 class Door:
@@ -46,7 +44,7 @@ class Door:
         path: Of the socket.
     """
 
-    def __init__(self, server: Link) -> None:
+    def __init__(self, server: Any) -> None:
         self.path: str = str(Path(util.get_temp_dir()) / f"feed-{secrets.token_hex(4)}")
         self._listener = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._listener.bind(self.path)
@@ -95,6 +93,14 @@ class Door:
         while self._connections and not ended.done():
             await asyncio.wait({ended, *self._connections}, return_when=asyncio.FIRST_COMPLETED)
 
+    async def _serve(self, channel: Channel) -> None:
+        """Answer the calls of a process until its connection ends."""
+        client = Client(channel, self._server)
+        try:
+            await channel.run(client.receive)
+        finally:
+            client.end()
+
     def _listen(self) -> None:
         if not self._closed.is_set():
             self._loop.add_reader(self._listener, self._accept)
@@ -114,80 +120,87 @@ class Door:
             sock.close()
             return
         sock.setblocking(False)
-        connection = _Connection(Channel(keep_from_forks(sock), self._loop), self._server)
-        task = self._loop.create_task(connection.serve())
+        task = self._loop.create_task(self._serve(Channel(keep_from_forks(sock), self._loop)))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
         task.add_done_callback(partial(_close, sock))  # also of one that was cancelled before it began
 
 
-class _Connection:
-    """The connection of the handles of a process.
+class Client:
+    """The calls of the handles in one process. On the loop of its channel.
 
     Args:
         channel: Its messages.
         server: Returns the feed; None when it is gone.
     """
 
-    def __init__(self, channel: Channel, server: Callable[[], Link | None]) -> None:
+    def __init__(self, channel: Any, server: Callable[[], Any]) -> None:
         self._channel, self._server = channel, server
-        self._requests: dict[int, Request] = {}  # that wait, or have leased what is not settled
+        self._waiting: dict[int, Request] = {}
+        self._leases: dict[int, int] = {}  # that are not settled, and by which call each was given
+        self._readers: list[int] = []
+        self._send(0, None, None)
 
-    async def serve(self) -> None:
-        """Answer calls until the connection ends; give its leases back then."""
-        try:
-            self._send(0, None, None)
-            await self._channel.run(self._receive)
-        finally:
-            if (server := self._server()) is not None:
-                for request in tuple(self._requests.values()):
-                    server.withdraw(request, failed=True)
+    def end(self) -> None:
+        """Give leases back: the process has ended."""
+        if (server := self._server()) is not None:
+            for request in tuple(self._waiting.values()):
+                server.withdraw(request)
+            for lease in self._leases:
+                server.give_back(lease, failed=True)
+            for reader in self._readers:
+                server.leave(reader)
 
-    def _receive(self, number: int, message: Any) -> None:
+    def receive(self, number: int, message: Any) -> None:
+        """Take a message.
+
+        Raises:
+            EOFError: if the feed is gone.
+        """
         if (server := self._server()) is None:
             raise EOFError
-        request = self._requests[number] = Request()
-        request.add_done_callback(partial(self._channel.soon, self._answer, number))
-        if isinstance(message, Unreadable):
-            error = RuntimeError(f"what was sent cannot be unpickled in the feed's process: {message.reason}")
-            request.answer(None, error)
-            return
-        name, *arguments = message
+        name, *arguments = ("",) if isinstance(message, Unreadable) else message
         if name == "withdraw":
-            self._withdraw(server, request, *arguments)
-        elif name in _OF_LEASES:
-            self._with_lease(server, request, name, *arguments)
+            if (waiting := self._waiting.get(number)) is not None:
+                server.withdraw(waiting)
+        elif name == "give_back":
+            self._give_back(server, number, *arguments)
+        elif name == "refuse":  # what was leased by this call cannot be unpickled there
+            for lease in [lease for lease, call in self._leases.items() if call == number]:
+                self._give_back(server, lease, failed=True)
         else:
-            server.call(request, name, *arguments)
+            request = self._waiting[number] = Request()
+            settled = arguments[0] if name in _SETTLE else None
+            request.add_done_callback(partial(self._channel.soon, self._answer, number, name, settled))
+            if isinstance(message, Unreadable):
+                text = f"what was sent cannot be unpickled in the feed's process: {message.reason}"
+                request.answer(None, RuntimeError(text))
+            else:
+                server.call(request, name, *arguments)
 
-    def _withdraw(self, server: Link, request: Request, number: int, failed: bool) -> None:
-        """Have a call be answered now, or give back what it has leased: nobody waits for that."""
-        if (withdrawn := self._requests.get(number)) is not None:
-            server.withdraw(withdrawn, failed=failed)
-            if withdrawn.outcome[1] is None and isinstance(withdrawn.outcome[0], Leased):
-                del self._requests[number]
-        request.answer(None)
+    def _give_back(self, server: Any, lease: int, failed: bool) -> None:
+        if self._leases.pop(lease, None) is not None:
+            server.give_back(lease, failed=failed)
 
-    def _with_lease(self, server: Link, request: Request, name: str, number: int, *made: Any) -> None:
-        """Settle, hand over, renew or watch what was leased by the call of a number."""
-        leased = self._requests[number].outcome[0] if number in self._requests else None
-        server.call(request, name, leased.lease if isinstance(leased, Leased) else _NO_LEASE, *made)
-        if name in _SETTLE and request.outcome[1] is None:
-            del self._requests[number]
-
-    def _answer(self, number: int, request: Request) -> None:
-        """Send an answer. On the loop."""
+    def _answer(self, number: int, name: str, settled: int | None, request: Request) -> None:
+        """Send an answer."""
+        del self._waiting[number]
         value, error = request.outcome
-        is_lease = isinstance(value, Leased) and self._requests.get(number) is request
-        if not is_lease:
-            self._requests.pop(number, None)
+        if isinstance(value, Leased):
+            value.end()
+            self._leases[value.lease] = number
+            value = value.lease, value.id, value.item, value.version, value.tries
+        elif error is None and settled is not None:
+            self._leases.pop(settled, None)
+        elif error is None and name == "begin":
+            self._readers.append(value)
         try:
             if error is not None:
                 pickle.loads(pickle.dumps(error))  # some can be pickled, and not made again
-            self._send(number, error, (value.id, value.item, value.version, value.tries) if is_lease else value)
+            self._send(number, error, value)
         except Exception as raised:  # what the source gave, or raised, cannot travel
-            if is_lease and (server := self._server()) is not None:
-                server.withdraw(self._requests.pop(number), failed=True)
+            if name == "lease" and error is None and (server := self._server()) is not None:
+                self._give_back(server, value[0], failed=True)
             told = raised if error is None else error
             self._send(number, RuntimeError(f"{type(told).__name__}: {told}"), None)
 

@@ -12,22 +12,20 @@ import inspect
 import os
 import threading
 from collections.abc import AsyncIterable, Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
-
-from torch.utils.data import Sampler
 
 from asyncloader import threads
 from asyncloader.checks import at_least, one_of
 from asyncloader.errors import ConfigurationError
-from asyncloader.online.handle import FeedHandle
-from asyncloader.online.keys import FeedBatches, FeedSamples, Sample
+from asyncloader.online.handle import FeedHandle, connect
+from asyncloader.online.keys import FeedDataset, Sample
 from asyncloader.online.ledger import FeedOrder, OnStale, Rules
 from asyncloader.online.link import Link
 from asyncloader.online.producers import Producers
-from asyncloader.online.server import FeedServer, SampleKey, servers
-from asyncloader.online.stats import FeedStats
-from asyncloader.protocols import SuppliesKeys
+from asyncloader.online.runs import Seat
+from asyncloader.online.server import FeedServer, servers
 
 T = TypeVar("T")
 _BATCHES_WITHOUT_BOUND = 4
@@ -47,7 +45,7 @@ _LEAST = {
 """The numbers among the arguments, and the smallest that each may be. Where the default is None, None may be given."""
 
 
-class Feed(Producers, SuppliesKeys[T]):
+class Feed(Producers, FeedDataset[T]):
     """A dataset of samples that producers make while training goes on.
 
     Give it to a :class:`~asyncloader.DataLoader` without batch size and sampler: it brings its batches. Producers are
@@ -58,7 +56,8 @@ class Feed(Producers, SuppliesKeys[T]):
     States of the loader contain that of the feed, as of the batches that the loader has given: samples that wait, items
     that are not settled, and the place in the source. `state_dict` returns it alone.
 
-    A feed is for one loader, in the process that has made it. In data-parallel training each rank has its own feed.
+    A feed is for one loader, in the process that has made it; or for all processes of a training, each of which trains
+    on its part (`for_rank`).
 
     Args:
         source: Items to lease, prompts for example: an iterable, an async one, or a function that returns one. It is
@@ -128,15 +127,10 @@ class Feed(Producers, SuppliesKeys[T]):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         rules = _rules(given)
-        self.batch_size, self.group_size, self.fn = given["batch_size"], given["group_size"], fn
-        self._server = FeedServer(source, rules, self.group_size, lease_timeout)
-        self._has_source = source is not None
-
-    def __getitem__(self, key: SampleKey) -> T:
-        return FeedSamples(self.fn)[key]
-
-    def __reduce__(self) -> Any:
-        return FeedSamples, (self.fn,)
+        self.batch_size, self.group_size = given["batch_size"], given["group_size"]
+        server = self._server = FeedServer(source, rules, self.group_size, lease_timeout)
+        self.identity = server.identity
+        FeedDataset.__init__(self, lambda: server, server.identity, fn, Seat())  # not self, which would be a circle
 
     def _link(self) -> Link:
         return self._server
@@ -149,15 +143,7 @@ class Feed(Producers, SuppliesKeys[T]):
         Raises:
             FeedClosedError: if the feed is closed.
         """
-        return FeedHandle(self._server.open_door().path, os.geteuid(), self._has_source)
-
-    def pause(self) -> None:
-        """Lease nothing until `resume`, while weights are sent to engines for example. What is leased may be put."""
-        self._server.pause(is_paused=True)
-
-    def resume(self) -> None:
-        """Lease again."""
-        self._server.pause(is_paused=False)
+        return FeedHandle(partial(connect, self._server.open_door().path, os.geteuid()), self.identity)
 
     def close(self, reason: str = "it was closed") -> None:
         """Take no more samples, and lease no more items; wake all who wait. What is there still goes to the trainer.
@@ -177,61 +163,8 @@ class Feed(Producers, SuppliesKeys[T]):
     ) -> None:
         self.close("it was closed" if kind is None else f"its block was left by {kind.__name__}")
 
-    def stats(self) -> FeedStats:
-        """Return what became of the samples so far."""
-        return self._server.stats()
-
-    def make_batch_sampler(self) -> Sampler[list[SampleKey]]:
-        """Return the sampler of the feed's batches."""
-        return FeedBatches(self._server, self.batch_size)
-
-    def name(self, key: SampleKey) -> tuple[int, int]:
-        """Return the number of the unit of a sample, and its place in that."""
-        return key[:2]
-
-    def check_options(self, options: Any) -> None:
-        """See that a loader follows a feed: batches come in turn, groups are whole.
-
-        Raises:
-            ConfigurationError: if it does not.
-        """
-        if not options.in_order:
-            raise ConfigurationError(
-                "in_order=False has no place in a feed: which samples are trained is known by how many batches were "
-                "given"
-            )
-        if self.group_size is not None and options.on_error != "raise":
-            raise ConfigurationError(
-                f"on_error={options.on_error!r} would tear a group of {self.group_size} samples (group_size) apart: "
-                "catch the error in fn"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as of the batches that consumers were given. It is in states of the loader.
-
-        Samples that wait, and items that are not settled, are in it, as they are. If these are numbers, strings,
-        tensors and containers of them, and the source's state is, ``torch.load(file, weights_only=True)`` reads it.
-        They are copied while the feed goes on: change no sample that was put.
-        """
-        return self._server.state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, in place of what there is. Leases that were given out before have ended.
-
-        Items whose samples were put after the state are leased again.
-
-        Raises:
-            StateMismatchError: if the state is of something else; or if samples wait that were put without leases and
-                are not in the state: they would be lost.
-        """
-        self._server.load(state)
-
-    def _state_identity(self) -> dict[str, Any]:
-        return self._server.identity
-
 
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Feed.__init__).parameters.items()}
-_OF_LEASES = ("window", "max_retries", "lease_timeout")
 
 
 def _rules(given: dict[str, Any]) -> Rules:
@@ -263,19 +196,13 @@ def _rules(given: dict[str, Any]) -> Rules:
         raise ConfigurationError(
             f"a batch of {given['batch_size']} samples could never be formed: max_samples should be at least batch_size"
         )
-    if given["source"] is None:
-        for name in _OF_LEASES:
-            if given[name] != _DEFAULTS[name]:
-                raise ConfigurationError(f"{name} has no effect without source: there are no items to lease")
-        if given["on_stale"] == "recycle":
-            raise ConfigurationError('on_stale="recycle" has no effect without source: no items can be leased again')
     same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last", "seed")
     return Rules(size, limit, staleness, steps, **{name: given[name] for name in same})
 
 
 def _end_untrained() -> None:
     """At the end of the main thread: the interpreter waits for other threads, and those may all wait for a trainer."""
-    if not all(server.has_begun for server in threads.copied(servers.values())):
+    if not all(server.has_begun for server in threads.copied(servers)):
         with contextlib.suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread any more
             threading.Thread(target=_watch_producers, name="asyncloader feeds", daemon=True).start()
 
@@ -285,13 +212,13 @@ def _watch_producers() -> None:
     while looks < _LOOKS:
         pause.wait(_LOOK_EVERY_S)
         looks = looks + 1 if _all_produce() else 0
-    for server in threads.copied(servers.values()):
+    for server in threads.copied(servers):
         server.end_untrained()
 
 
 def _all_produce() -> bool:
     """Whether all threads that the interpreter waits for wait for room in feeds, or for leases."""
-    waiting = {thread for server in threads.copied(servers.values()) for thread in server.waiting_threads()}
+    waiting = {thread for server in threads.copied(servers) for thread in server.waiting_threads()}
     return all(each in waiting for each in threads.waited_for())
 
 

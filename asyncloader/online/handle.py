@@ -12,7 +12,8 @@ import asyncio
 import socket
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from asyncloader import threads
@@ -28,8 +29,8 @@ class Connection:
     """The connection of a handle in one process: a `Link`.
 
     Args:
-        address: The path of the feed's socket.
-        user: In whose process the feed is.
+        address: That of the feed.
+        make_channel: Makes what messages travel by, on a loop.
 
     Raises:
         FeedClosedError: if there is no feed.
@@ -42,27 +43,16 @@ class Connection:
     address: str
     version: int
 
-    def __init__(self, address: str, user: int) -> None:
+    def __init__(self, address: str, make_channel: Callable[[asyncio.AbstractEventLoop], Any]) -> None:
         self.address, self.version = address, -1
         self._requests: dict[int, Request] = {}
         self._is_over, self._process = False, generation()
         self._local = threading.local()  # one event loop runs in a thread
-        sock = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        try:
-            sock.connect(address)
-            if peer(sock) != user:  # somebody else's, in the place of one that was
-                raise PermissionError(f"the process of user {peer(sock)} listens there")
-        except OSError as error:
-            sock.close()
-            raise self._no_feed(error) from error
         self._loop = asyncio.new_event_loop()
-        self._channel = Channel(sock, self._loop)
+        self._channel = make_channel(self._loop)
         greeting = self._requests[0] = Request()
         threads.start(self._run, "asyncloader feed handle", self.close)
         greeting.result()
-
-    def _no_feed(self, error: OSError) -> Exception:
-        return closed(self.address, "there is no feed behind this handle: it was closed, or its process ended", error)
 
     def _run(self) -> None:
         try:
@@ -73,9 +63,9 @@ class Connection:
 
     def call(self, request: Request, name: str, *arguments: Any) -> None:
         """Make a call of the feed's server."""
-        request.name = name
         self._requests[request.number] = request
         try:
+            request.name = name
             self._channel.send(request.number, (name, *arguments))
         except BaseException:  # it cannot be pickled
             self._requests.pop(request.number, None)
@@ -83,13 +73,13 @@ class Connection:
         if self._is_over:
             self._fail()
 
-    def withdraw(self, request: Request, *, failed: bool = False) -> None:
-        """Have a call be answered now. An item that it has leased is given back."""
-        self.give_back(request.number, failed=failed)
+    def withdraw(self, request: Request) -> None:
+        """Have a call that waits be answered now."""
+        self._channel.send(request.number, ("withdraw",))
 
     def give_back(self, lease: int, *, failed: bool) -> None:
-        """Have what is leased be leased again: what a call of this number has leased."""
-        self._channel.send(Request().number, ("withdraw", lease, failed))
+        """Have what is leased be leased again."""
+        self._channel.send(lease, ("give_back", failed))
 
     def puts(self) -> Puts:
         """Return what puts for the tasks of this event loop."""
@@ -109,13 +99,13 @@ class Connection:
             return
         if isinstance(message, Unreadable):
             if request.name == "lease":
-                self.give_back(number, failed=True)
+                self._channel.send(number, ("refuse",))
             text = f"what the feed has sent cannot be unpickled in this process: {message.reason}"
             request.answer(None, RuntimeError(text))
             return
         error, value, self.version = message
         if request.name == "lease" and value is not None:
-            value = Leased(self, number, *value)
+            value = Leased(self, *value)
         request.answer(value, error)
 
     def _fail(self) -> None:
@@ -124,7 +114,29 @@ class Connection:
         while self._requests:
             _, request = self._requests.popitem()
             error = closed(self.address, "the feed was dropped, or its process ended")
-            request.answer(None, self._no_feed(ConnectionRefusedError()) if self.version < 0 else error)
+            request.answer(None, no_feed(self.address, ConnectionRefusedError()) if self.version < 0 else error)
+
+
+def connect(address: str, user: int) -> Connection:
+    """Connect to the feed behind a socket, in a process of this user's.
+
+    Raises:
+        FeedClosedError: if there is no feed.
+    """
+    sock = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    try:
+        sock.connect(address)
+        if peer(sock) != user:  # somebody else's, in the place of one that was
+            raise PermissionError(f"the process of user {peer(sock)} listens there")
+    except OSError as error:
+        sock.close()
+        raise no_feed(address, error) from error
+    return Connection(address, partial(Channel, sock))
+
+
+def no_feed(address: str, error: Exception) -> Exception:
+    """Return the error of a handle whose feed is not there."""
+    return closed(address, "there is no feed behind this handle: it was closed, or its process ended", error)
 
 
 class FeedHandle(Producers):
@@ -133,17 +145,21 @@ class FeedHandle(Producers):
     Give it to processes as an argument. Each connects when it first uses it. If a process ends, its leases are given
     back; if the feed or its process ends, whoever waits gets a `FeedClosedError`.
 
+    Args:
+        connect: Connects a process to the feed.
+        identity: What states of the feed belong to.
+
     Raises:
         FeedClosedError: on use, if there is no feed behind it any more.
     """
 
-    def __init__(self, address: str, user: int, has_source: bool) -> None:
-        self._address, self._user, self._has_source = address, user, has_source
+    def __init__(self, connect: Callable[[], Connection], identity: dict[str, Any]) -> None:
+        self._connects, self.identity = connect, identity
         self._lock, self._process = threading.Lock(), generation()
         self._connection: Connection | None = None
 
     def __reduce__(self) -> Any:
-        return FeedHandle, (self._address, self._user, self._has_source)
+        return FeedHandle, (self._connects, self.identity)
 
     def put(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
@@ -181,6 +197,6 @@ class FeedHandle(Producers):
             self._lock, self._connection, self._process = threading.Lock(), None, generation()
         with self._lock:
             if self._connection is None:
-                self._connection = Connection(self._address, self._user)
+                self._connection = self._connects()
                 weakref.finalize(self, self._connection.close)
             return self._connection

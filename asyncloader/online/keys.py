@@ -1,6 +1,6 @@
 """The batches of a feed as keys: its sampler, which the loader reads as far ahead as the bound on staleness allows.
 
-    the loader ── asked, arrived, next ──> FeedKeys ── step ──> the feed's server
+    the loader ── asked, arrived, next ──> FeedKeys ── begin, asked, step ──> the feed's server
 
 The loader tells the iterator how many of its batches consumers were given, when one of them asks for the next: until
 then a batch is charged against the bound.
@@ -8,15 +8,26 @@ then a batch is charged against the bound.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from torch.utils.data import Dataset, Sampler
 
-from asyncloader.online.link import Request
-from asyncloader.online.server import FeedServer, SampleKey, other_has_begun, servers
+from asyncloader import identity
+from asyncloader.errors import AsyncLoaderError, ConfigurationError, StateMismatchError
+from asyncloader.online.link import Link, Request, ask
+from asyncloader.online.runs import Seat
+from asyncloader.online.server import SampleKey
+from asyncloader.protocols import SuppliesKeys
 
 T = TypeVar("T")
+
+_numbers = itertools.count()
+_samplers: WeakValueDictionary[int, FeedBatches] = WeakValueDictionary()  # of this process
 
 
 class Sample(NamedTuple, Generic[T]):
@@ -52,6 +63,54 @@ class FeedSamples(Dataset[T]):
         made: T = value if self.fn is None else self.fn(Sample(value, number, position, version, uses))
         return made
 
+    def __reduce__(self) -> Any:
+        return FeedSamples, (self.fn,)
+
+
+class FeedDataset(FeedSamples[T], SuppliesKeys[T]):
+    """The batches of a feed, or one rank's part: :meth:`asyncloader.online.Feed.for_rank` returns it.
+
+    Args:
+        reach: Returns how the feed is reached.
+        what: What states of the feed belong to.
+        fn: Makes samples of what was put.
+        seat: For whom it is.
+    """
+
+    def __init__(
+        self, reach: Callable[[], Link], what: dict[str, Any], fn: Callable[[Sample[Any]], T] | None, seat: Seat
+    ) -> None:
+        super().__init__(fn)
+        self._reach, self._what, self._seat = reach, what, seat
+
+    def make_batch_sampler(self) -> Sampler[list[SampleKey]]:
+        """Return the sampler of the feed's batches."""
+        return FeedBatches(self._reach, self._what, self._seat)
+
+    def name(self, key: SampleKey) -> tuple[int, int]:
+        """Return the number of the unit of a sample, and its place in that."""
+        return key[:2]
+
+    def check_options(self, options: Any) -> None:
+        """See that a loader follows a feed: batches come in turn, groups are whole.
+
+        Raises:
+            ConfigurationError: if it does not.
+        """
+        if not options.in_order:
+            raise ConfigurationError(
+                "in_order=False has no place in a feed: which samples are trained is known by how many batches were "
+                "given"
+            )
+        if (size := self._what["group_size"]) is not None and options.on_error != "raise":
+            raise ConfigurationError(
+                f"on_error={options.on_error!r} would tear a group of {size} samples (group_size) apart: catch the "
+                "error in fn"
+            )
+
+    def _state_identity(self) -> dict[str, Any]:
+        return self._what
+
 
 class Place(NamedTuple):
     """In place of a state: which batch of a feed comes next. To pickle it takes the same time however much is there.
@@ -60,12 +119,12 @@ class Place(NamedTuple):
     What is unpickled is the state of the feed then, with all that was put meanwhile.
 
     Attributes:
-        server: The key of the feed's server.
+        sampler: The number of the sampler.
         reader: The number of the iterator.
         number: The number of the batch among those of the iterator.
     """
 
-    server: int
+    sampler: int
     reader: int = -1
     number: int = 0
 
@@ -73,47 +132,70 @@ class Place(NamedTuple):
         return _state_at, tuple(self)
 
 
-def _state_at(server: int, reader: int, number: int) -> dict[str, Any]:
-    return servers[server].state(reader, number)
+def _state_at(sampler: int, reader: int, number: int) -> dict[str, Any]:
+    return _samplers[sampler].state(reader, number)
 
 
 class FeedBatches(Sampler[list[SampleKey]]):
-    """The batch sampler of a feed. Its newest iterator is given the batches.
+    """The batch sampler of a feed. The newest iterator of its seat is given the batches.
 
     Args:
-        server: The feed's.
-        batch_size: Samples of a batch.
+        reach: Returns how the feed is reached.
+        what: What states of the feed belong to.
+        seat: For whom it is.
+
+    Attributes:
+        rank: That of the data, for seeds.
     """
 
     keys_arrive = True
-    batch_size: int
 
-    def __init__(self, server: FeedServer, batch_size: int) -> None:
-        self._server, self.batch_size = server, batch_size
+    def __init__(self, reach: Callable[[], Link], what: dict[str, Any], seat: Seat) -> None:
+        self.rank = seat.rank
+        self._reach, self._what, self._seat = reach, what, seat
         self._keys: FeedKeys | None = None
         self._preloaded = ""  # the id of a state
+        self._number = next(_numbers)
+        _samplers[self._number] = self
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         """Iterate over the batches that follow those that were given to consumers."""
-        self._keys = FeedKeys(self._server)
+        if self._keys is not None:
+            self._keys.tell()
+        self._keys = FeedKeys(self._reach, self._seat)
         return self._keys
+
+    def state(self, reader: int, number: int) -> dict[str, Any]:
+        """Return the state before a batch of an iterator. That of the first peer of rank 0 has what waits."""
+        if (self._seat.rank, self._seat.peer) != (0, 0):
+            return {"version": 1, "id": "", **self._what}
+        state: dict[str, Any] = ask(self._reach(), "state", reader, number)
+        return state
 
     def state_dict(self) -> Any:
         """Return where the newest iterator is: the state of the feed, when this is unpickled."""
         keys = self._keys
-        return Place(self._server.key) if keys is None else Place(self._server.key, keys.reader, keys.number)
+        return Place(self._number) if keys is None else Place(self._number, keys.reader, keys.number)
 
     def state_after(self, items: int) -> dict[str, Any]:
         """Return the state after so many batches of the newest iterator."""
-        return self._server.state(-1 if self._keys is None else self._keys.reader, items)
+        return self.state(-1 if self._keys is None else self._keys.reader, items)
 
     def preload(self, state: dict[str, Any]) -> None:
         """Have the feed go on from a state that `load_state_dict` is given later: producers may begin before that.
 
+        The first peer of rank 0 loads it; others wait until that one has begun.
+
         Raises:
             StateMismatchError: if the state is of something else.
         """
-        self._server.load(state)
+        identity.check(state, self._what)
+        if (self._seat.rank, self._seat.peer) == (0, 0):
+            if "units" not in state:
+                raise StateMismatchError(
+                    "the rank of the state", "another one", 0, "rank 0's first peer loads what was saved there"
+                )
+            ask(self._reach(), "load", state)
         self._preloaded = state["id"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,28 +209,46 @@ class FeedBatches(Sampler[list[SampleKey]]):
         self._preloaded = ""
 
     def _state_identity(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **self._server.identity}
+        return {"kind": type(self).__name__, **self._what}
+
+
+class Given:
+    """How many batches the consumer was given; in another process, how many it had been given when this was sent.
+
+    Args:
+        count: Counts them.
+    """
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self.count = count
+
+    def __call__(self) -> int:
+        """Count them."""
+        return self.count()
+
+    def __reduce__(self) -> Any:
+        return partial, (int, self.count())
 
 
 class FeedKeys:
-    """An iterator over the batches of a feed: an `ArrivingKeys` that follows consumers.
+    """An iterator over the batches of a feed: an `ArrivingKeys` that follows consumers. It begins when it is read.
 
-    A loader makes two of these, and reads one, which begins then.
+    A loader makes two of these, and reads one.
 
     Args:
-        server: The feed's.
+        reach: Returns how the feed is reached.
+        seat: For whom it is.
 
     Attributes:
-        reader: The number of this iterator.
+        reader: The number of this iterator; -1 before it has begun.
         number: The number of its next batch.
     """
 
-    def __init__(self, server: FeedServer) -> None:
+    def __init__(self, reach: Callable[[], Link], seat: Seat) -> None:
+        self.reader: int = -1
         self.number: int = 0
-        self.reader: int = server.new_reader()
-        self._server = server
-        self._given: Callable[[], int] | None = None
-        self._said = 0  # how many batches were given, as the server knows it
+        self._reach, self._seat = reach, seat
+        self._given = Given(int)
         self._next: tuple[int, Request] | None = None  # the batch that was asked for last
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
@@ -156,8 +256,7 @@ class FeedKeys:
 
     def follow(self, given: Callable[[], int]) -> None:
         """Take what counts the batches that consumers were given."""
-        self._server.follow(self.reader, given)
-        self._given = given
+        self._given = Given(given)
 
     def asked(self) -> None:
         """A consumer asks for its next batch: those that were given are trained.
@@ -165,46 +264,39 @@ class FeedKeys:
         Raises:
             LoaderClosedError: if another iterator has begun. What this one has prefetched is given to that.
         """
-        self._check_newest()
-        if self._given is not None and (given := self._given()) != self._said:
-            self._said = given
-            self._server.asked(self.reader)
+        if self.reader >= 0:
+            ask(self._reach(), "asked", self.reader, self._given)
+
+    def tell(self) -> None:
+        """Say how many batches were given, when another iterator is made, to a feed that may be gone."""
+        with suppress(AsyncLoaderError):
+            self.asked()
 
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Whether the next batch is there, or the end: see :class:`asyncloader.protocols.ArrivingKeys`."""
-        if not self._is_newest or (request := self._asked_for_next()).done():
+        if (request := self._asked_for_next()).done():
             return True
         request.add_done_callback(lambda _: tell())
         return False
 
     def why_no_keys(self, *, in_vain: bool) -> str:
         """Return what the next batch waits for; "" if that has to be in vain, and a producer is at work."""
-        return self._server.why_no_keys(in_vain=in_vain)
+        return str(ask(self._reach(), "why_no_keys", in_vain))
 
     def _asked_for_next(self) -> Request:
+        if self.reader < 0:
+            self.reader = ask(self._reach(), "begin", self._seat, self._given)
         if self._next is None or self._next[0] != self.number:
-            if self._given is None:
-                self.follow(int)
             request = Request()
-            self._server.call(request, "step", self.reader, self.number)
+            self._reach().call(request, "step", self.reader, self.number)
             self._next = self.number, request  # now: an interrupt before this has it asked for again, not waited for
         return self._next[1]
 
-    @property
-    def _is_newest(self) -> bool:
-        return self.reader == self._server.newest
-
-    def _check_newest(self) -> None:
-        if not self._is_newest:
-            raise other_has_begun()
-
     def __next__(self) -> list[SampleKey]:
-        self._check_newest()
         try:
             keys: list[SampleKey] | None = self._asked_for_next().result()
         except Exception:
             self._next = None  # an error that is kept would keep the frames that it was raised in, and so the iterator
-            self._check_newest()
             raise
         if keys is None:
             raise StopIteration

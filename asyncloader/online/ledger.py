@@ -40,6 +40,8 @@ FeedOrder = Literal["first_come", "freshest", "priority", "random"]
 
 OUTCOMES = ("trained", "stale", "dropped", "failed", "recycled", "late")
 NOTHING: Any = object()
+WAITS: Any = object()
+"""In place of what is not there yet."""
 
 
 class Rules(NamedTuple):
@@ -125,6 +127,7 @@ class Ledger:
         pending: Of these, those that wait for a producer; they come before new ones.
         source_over: The source has no more items.
         closed: Nothing more is leased or put.
+        parts: A batch is divided into so many, and has a unit for each.
         ended: The consumer was given the end; nor is anything leased or put then, until another one begins.
         counts: Units by what became of them: "trained", "stale", "dropped", "failed". Beside these, "recycled" counts
             units that were too old and leased again, and "late" those that were trained beyond the bound.
@@ -145,6 +148,7 @@ class Ledger:
         self.units: dict[int, Unit] = {}
         self.pending: deque[Unit] = deque()
         self.source_over = self.closed = self.ended = False
+        self.parts = 1
         self.counts: Counter[str] = Counter()
         self.ages: Counter[int] = Counter()
         self.ended_leases: list[int] = []
@@ -346,7 +350,7 @@ class Ledger:
         may_return = self.rules.max_uses > 1 and self._batches
         if not self.is_ending or may_return:
             return False
-        return not self._ready or (self.rules.drop_last and not self.can_take() and self.done == self.formed)
+        return not self._ready or (self.done == self.formed and not self.can_take())
 
     def set_version(self, version: int) -> None:
         """Note that weights were updated; what is too old now is settled, or leased again."""
@@ -376,7 +380,7 @@ class Ledger:
 
     def can_answer(self, number: int) -> bool:
         """Whether the consumer can be given a batch of this number, or the end. From then on it can, whatever comes."""
-        if number == self.formed and self.can_take():
+        if number == self.formed and not self.ended and self.can_take():
             self.take()
         is_there = number < self.formed
         self.ended = self.ended or (not is_there and self.is_over)
@@ -463,7 +467,8 @@ class Ledger:
         chosen = list(batch.values())
         within = self._within_cost(chosen)
         is_whole = len(within) == rules.size or len(within) < len(chosen)
-        return within if within and (is_whole or (ending and not rules.drop_last)) else None
+        is_enough = is_whole or (ending and not rules.drop_last)
+        return within if is_enough and len(within) >= self.parts else None
 
     def _musts(self) -> list[tuple[int, int]] | None:
         """Return how many units of each version, or older, have to be in the next batch, so that none gets too old.
@@ -510,11 +515,11 @@ class Ledger:
         return self._ready if self._order is None else self._order.ids
 
     def _within_cost(self, units: list[Unit]) -> list[Unit]:
-        """Return the first units that cost no more together than a batch may; one in any case."""
+        """Return the first units that cost no more together than a batch may; one for each part in any case."""
         if (most := self.rules.max_cost) is None:
             return units
         costs = [*accumulate(unit.cost for unit in units)]
-        return units[: max(1, bisect_right(costs, most))]
+        return units[: max(self.parts, bisect_right(costs, most))]
 
     # ------------------------------------------------------------------------------------------------------- states
 

@@ -22,16 +22,14 @@ class Request(Future[Any]):
     Attributes:
         number: Those with less were made before.
         attempt: Returns the answer, or `WAITS`. Called with the feed's lock held.
-        so_far: The answer if the call is withdrawn: of a put, how many samples are in.
         outcome: The answer, and the error, when one of them is known.
-        num_producers: How many wait for the answer.
+        num_producers: How many leases, or samples, wait for the answer.
         watches: The lease that it waits for the end of, or `VERSION`; None for others.
         thread: Waits for the answer; None for a task, or another process.
         name: Of the call, where that is in another process.
     """
 
     attempt: Callable[[], Any]
-    so_far: Any = None
     outcome: tuple[Any, Exception | None] = (None, None)
     num_producers: int = 1
     watches: int | None = None
@@ -71,11 +69,35 @@ class Link(Protocol):
     def call(self, request: Request, name: str, *arguments: Any) -> None:
         """Make a call of the `FeedServer`. The request comes to its answer."""
 
-    def withdraw(self, request: Request, *, failed: bool = False) -> None:
-        """Have a call be answered now, by what it has come to so far. An item that it has leased is given back."""
+    def withdraw(self, request: Request) -> None:
+        """Have a call that waits be answered now, by None: nothing has come of it."""
 
     def give_back(self, lease: int, *, failed: bool) -> None:
         """Have what is leased be leased again. Also inside the garbage collector."""
+
+
+def ask(link: Link, name: str, *arguments: Any, timeout: float | None = None) -> Any:
+    """Return the answer to a call, in a thread, whose handlers of signals may raise; None if it was late."""
+    request = Request()
+    try:
+        request.thread = threading.current_thread()
+        link.call(request, name, *arguments)
+        return request.result(timeout)
+    except BaseException as error:
+        give_up(link, request)
+        if not isinstance(error, TimeoutError):
+            raise
+        return request.result()
+    finally:
+        del link, request  # an error has the frames that it was raised in
+
+
+def give_up(link: Link, request: Request) -> None:
+    """Withdraw a call; give back what it has leased."""
+    if isinstance(leased := request.outcome[0], Leased):
+        leased.give_back()
+    elif not request.done():
+        link.withdraw(request)
 
 
 class Leased:
@@ -105,6 +127,10 @@ class Leased:
     def is_held(self) -> bool:
         """Whether it was neither settled nor given back."""
         return self._finalizer.alive
+
+    def give_back(self) -> None:
+        """Give it back now."""
+        self._finalizer()
 
     def end(self) -> None:
         """Note that it was settled, or given back. If an interrupt comes before, it is given back again, in vain."""

@@ -9,7 +9,6 @@ Whoever waits is a thread or a task. One that stops waiting, by a time limit for
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from types import TracebackType
@@ -18,14 +17,20 @@ from typing import Any
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.errors import FeedClosedError, FeedFullError
 from asyncloader.online.forks import generation
+from asyncloader.online.keys import FeedDataset, Sample
 from asyncloader.online.ledger import NOTHING
-from asyncloader.online.link import Leased, Link, Request
+from asyncloader.online.link import Leased, Link, Request, ask, give_up
+from asyncloader.online.runs import Seat
+from asyncloader.online.stats import FeedStats
+
+MOST_UNITS = 256
+"""Units of one message."""
 
 
 class Producers:
     """A feed, as producers see it. In any thread, and in tasks of any event loop."""
 
-    _has_source: bool
+    identity: dict[str, Any]  # what states of the feed belong to
 
     def lease(self) -> Lease:
         """Wait for the next item of the source, in ``async with`` or, in a thread, in ``with``.
@@ -73,7 +78,7 @@ class Producers:
             FeedClosedError: if the feed is closed.
             ValueError: if the feed cannot take them.
         """
-        return self._put([samples], self._made_with(version), cost, priority)
+        return self._put([(samples, *self._made_with(version), cost, priority)])
 
     def put_many(self, many: Iterable[Any], *, version: int | None = None) -> Coroutine[Any, Any, None]:
         """Put many samples, or groups, one after the other: see `put`. Those before an error are put.
@@ -81,15 +86,23 @@ class Producers:
         If the task is cancelled meanwhile, the CancelledError says in its attribute ``num_put`` how many were put; a
         TimeoutError of a time limit has it as its ``__cause__``.
         """
-        return self._put(list(many), self._made_with(version), None, 0.0)
+        made = self._made_with(version)
+        return self._put([(samples, *made, None, 0.0) for samples in many])
 
-    async def _put(self, many: list[Any], *details: Any) -> None:
-        request = Request()
+    async def _put(self, units: list[Any]) -> None:
+        num_put, request = 0, Request()
         try:
-            await self._answer(request, len(many).__eq__, "put", many, *details)
+            while left := units[num_put : num_put + MOST_UNITS]:
+                is_last, request = num_put + len(left) == len(units), Request()
+                count, error = await self._answer(request, (is_last * [(len(left), None)]).__contains__, "put", left)
+                num_put += count
+                if error is not None:
+                    raise error
         except asyncio.CancelledError as error:
-            error.num_put = request.outcome[0] or 0  # type: ignore[attr-defined]
+            error.num_put = num_put + (request.outcome[0] or (0,))[0]  # type: ignore[attr-defined]
             raise
+        finally:
+            del request
 
     def put_nowait(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
@@ -122,8 +135,11 @@ class Producers:
         Raises:
             FeedFullError: if there was no room in time.
         """
-        if not self._answer_sync("put", [samples], self._made_with(version), cost, priority, timeout=timeout):
+        unit = samples, *self._made_with(version), cost, priority
+        if (answer := ask(self._link(), "put", [unit], timeout=timeout)) is None:
             raise FeedFullError(f"there was no room for another sample within {timeout} s")
+        if answer[1] is not None:
+            raise answer[1]
 
     @property
     def version(self) -> int:
@@ -138,7 +154,7 @@ class Producers:
 
     @version.setter
     def version(self, version: int) -> None:
-        self._answer_sync("update", version)
+        ask(self._link(), "update", version)
 
     async def version_changed(self, version: int) -> int:
         """Wait until the weights have another version than this one; return it.
@@ -149,11 +165,75 @@ class Producers:
         changed: int = await self._answer(Request(), lambda answer: False, "version_changed", version)
         return changed
 
+    def for_rank(
+        self,
+        rank: int,
+        num_ranks: int,
+        peer: int = 0,
+        num_peers: int = 1,
+        *,
+        fn: Callable[[Sample[Any]], Any] | None = None,
+    ) -> FeedDataset[Any]:
+        """Return the part of a data-parallel rank, as a dataset for the loader of one process.
+
+        Ranks divide each batch of the feed; the processes of one rank (tensor-, context- and pipeline-parallel ones)
+        are given the same part. Each process of the training calls this, with the feed or a handle of it, and trains
+        as many steps as the others. A loop begins when all have begun theirs.
+
+        Args:
+            rank: The data-parallel rank.
+            num_ranks: How many there are. ``batch_size`` of the feed is a multiple of that.
+            peer: The number of this process among those of the rank.
+            num_peers: How many there are.
+            fn: As for `Feed`, whose own is not used.
+
+        Raises:
+            ConfigurationError: for numbers that cannot be.
+        """
+        if not (0 <= rank < num_ranks and 0 <= peer < num_peers):
+            raise ConfigurationError(f"there is no rank {rank} of {num_ranks} with a peer {peer} of {num_peers}")
+        seat = Seat(rank, num_ranks, peer, num_peers)
+        return FeedDataset(self._link, self.identity, fn, seat)
+
+    def pause(self) -> None:
+        """Lease nothing until `resume`, while weights are sent to engines for example. What is leased may be put."""
+        ask(self._link(), "pause", True)
+
+    def resume(self) -> None:
+        """Lease again."""
+        ask(self._link(), "pause", False)
+
+    def stats(self) -> FeedStats:
+        """Return what became of the samples so far."""
+        stats: FeedStats = ask(self._link(), "stats")
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as of the batches that consumers were given. It is in states of the loader.
+
+        Samples that wait, and items that are not settled, are in it, as they are. If these are numbers, strings,
+        tensors and containers of them, and the source's state is, ``torch.load(file, weights_only=True)`` reads it.
+        They are copied while the feed goes on: change no sample that was put.
+        """
+        state: dict[str, Any] = ask(self._link(), "state")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, in place of what there is. Leases that were given out before have ended.
+
+        Items whose samples were put after the state are leased again.
+
+        Raises:
+            StateMismatchError: if the state is of something else; or if samples wait that were put without leases and
+                are not in the state: they would be lost.
+        """
+        ask(self._link(), "load", state)
+
     def _link(self) -> Link:
         raise NotImplementedError
 
     def _check_source(self) -> None:
-        if not self._has_source:
+        if not self.identity["has_source"]:
             raise ConfigurationError("there is nothing to lease: the feed was made without a source")
 
     def _made_with(self, version: int | None) -> tuple[int, bool]:
@@ -176,10 +256,7 @@ class Producers:
                 await self._wait(link, request, is_done)
             return request.result()
         finally:
-            del (
-                link,
-                request,
-            )  # an error has the frames that it was raised in, and would be in a circle with the request
+            del link, request  # an error has the frames that it was raised in, and would be in a circle with this
 
     @staticmethod
     async def _wait(link: Link, request: Request, is_done: Callable[[Any], object]) -> None:
@@ -188,27 +265,12 @@ class Producers:
         try:
             await asyncio.wait({answered})
         except asyncio.CancelledError:
-            link.withdraw(request)
+            give_up(link, request)
             await asyncio.wait({answered})
             if request.exception() is not None or not is_done(request.result()):
+                give_up(link, request)
                 raise
             cancel_later()
-
-    def _answer_sync(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
-        """Return the answer to a call, in a thread, whose handlers of signals may raise."""
-        link, request = self._link(), Request()
-        try:
-            request.thread = threading.current_thread()
-            link.call(request, name, *arguments)
-            return request.result(timeout)
-        except BaseException as error:
-            if not request.done() or isinstance(request.outcome[0], Leased):
-                link.withdraw(request)
-            if not isinstance(error, TimeoutError):
-                raise
-            return request.result()
-        finally:
-            del link, request
 
 
 class Lease:
@@ -247,7 +309,7 @@ class Lease:
     def wait(self) -> Lease:
         """Wait for the item, in a thread, if it is not there."""
         if self._leased is None:
-            self._take(self._producers._answer_sync("lease"))
+            self._take(ask(self._producers._link(), "lease"))
         return self
 
     async def wait_async(self) -> Lease:
@@ -313,7 +375,7 @@ class Lease:
         lease = self._held().lease
         if self._is_async:
             return self._producers._answer(Request(), bool, "renew", lease)
-        return self._producers._answer_sync("renew", lease)
+        return ask(self._producers._link(), "renew", lease)
 
     async def lost(self) -> str:
         """Wait until nobody would take what is made of this item, so that it need not be made; return why.
@@ -365,7 +427,7 @@ class Lease:
 
     def _settle(self, made: Any) -> None:
         leased = self._held()
-        self._producers._answer_sync("settle", leased.lease, made)
+        ask(self._producers._link(), "settle", leased.lease, made)
         leased.end()
 
     def _held(self) -> Leased:
@@ -436,7 +498,7 @@ def _wake(link: Link, answered: asyncio.Future[None], request: Any) -> None:
     try:
         answered.get_loop().call_soon_threadsafe(_set, answered)
     except RuntimeError:
-        link.withdraw(request)
+        give_up(link, request)
 
 
 def _give_back_all_the_same(link: Link, lease: int, request: Any) -> None:

@@ -3,8 +3,8 @@
     task ── unit ──> waiting ── one message at a time ──> the feed's server
          <── outcome of each: it is in, or an error ──┘
 
-The server takes units of a message as far as there is room. Those for which there was none are sent again, each by
-itself, and wait there: so a task whose sample is in goes on, whatever the others wait for, and nothing is sent more
+The server takes units of a message as far as there is room, and none is wrong. Others are sent again, each by itself,
+and wait there: so a task whose sample is in goes on, whatever the others wait for, and nothing is sent more
 than twice. The same is done with a message that cannot be pickled or unpickled: whose fault that is shows then.
 """
 
@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from asyncloader.online.link import Link, Request
+from asyncloader.online.producers import MOST_UNITS
 
-_MOST_UNITS = 256
 _UNKNOWN: Any = object()
 
 
@@ -105,7 +105,7 @@ class Puts:
         self.loop.call_soon(self._send_turn)
 
     def _send_turn(self) -> None:
-        self._turn, self._waiting = self._waiting[:_MOST_UNITS], self._waiting[_MOST_UNITS:]
+        self._turn, self._waiting = self._waiting[:MOST_UNITS], self._waiting[MOST_UNITS:]
         if self._turn:
             self._send(self._turn)
         else:
@@ -117,7 +117,7 @@ class Puts:
             put.request = request
         request.add_done_callback(partial(self._hear, puts))
         try:
-            self._link.call(request, "put_units", [put.unit for put in puts])
+            self._link.call(request, "put", [put.unit for put in puts])
         except Exception as error:  # it cannot be pickled
             request.answer(None, error)
 
@@ -127,12 +127,13 @@ class Puts:
             self.loop.call_soon_threadsafe(self._answered, puts, request)
 
     def _answered(self, puts: Sequence[Put], request: Request) -> None:
-        outcomes, error = request.outcome
-        if error is not None:
-            outcomes = [error] if len(puts) == 1 else []
-        for put, outcome in zip(puts, outcomes, strict=False):
-            put.settle(outcome)
-        for put in puts[len(outcomes) :]:
+        answer, error = request.outcome
+        count, refused = answer or (0, error if len(puts) == 1 else None)
+        for put in puts[:count]:
+            put.settle(None)
+        if refused is not None:
+            puts[count].settle(refused)
+        for put in puts[count + (refused is not None) :]:
             if put.is_withdrawn:
                 put.settle(_UNKNOWN)
             else:

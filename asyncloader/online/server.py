@@ -2,7 +2,7 @@
 
     producers   lease, settle, put ──┐
                                      ├──> Ledger, under one lock ──> answers, once the lock was let go
-    the loader  step, state ─────────┘    those who wait, in turn
+    loaders     step, state ─────────┘    those who wait, in turn
 
 A call that cannot be answered waits, and is answered when another one has changed the ledger. Nobody is called back
 with the lock held, and none of the user's code runs then: samples are copied behind it, and the source is read by a
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import itertools
 import math
 import pickle
 import secrets
@@ -25,43 +24,28 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, SupportsFloat, TypeAlias
-from weakref import WeakValueDictionary
+from typing import Any, SupportsFloat, TypeAlias
 
 from asyncloader import identity, threads
 from asyncloader.datasets.records import Pickler
 from asyncloader.epochs import as_number
-from asyncloader.errors import LoaderClosedError, StateMismatchError
+from asyncloader.errors import StateMismatchError
 from asyncloader.online.door import Door
 from asyncloader.online.errors import FeedClosedError, closed
 from asyncloader.online.forks import generation
-from asyncloader.online.ledger import NOTHING, Ledger, Rules, Unit
+from asyncloader.online.ledger import NOTHING, WAITS, Ledger, Rules, Unit
 from asyncloader.online.link import VERSION, Leased, Request
-from asyncloader.online.source import WAITS, Source, written
+from asyncloader.online.runs import Runs, Seat
+from asyncloader.online.source import Source, written
 from asyncloader.online.stats import FeedStats, Stopwatch
 from asyncloader.signals import HandlersWait
 
-_numbers = itertools.count()
-servers: WeakValueDictionary[int, FeedServer] = WeakValueDictionary()
-"""Those of this process, by their keys."""
+servers: weakref.WeakSet[FeedServer] = weakref.WeakSet()
+"""Those of this process."""
 
 SampleKey: TypeAlias = tuple[int, int, int, int, Any]
 """A sample as the key of itself: number of its unit, its place in that, its version, how often it was trained, and the
 sample. A plain tuple is pickled in a fifth of the time that a class of our own takes."""
-
-
-class Run(NamedTuple):
-    """The batches that one iterator of the loader takes.
-
-    Attributes:
-        reader: The number of the iterator: the one that was made last is given the batches.
-        first: The number of its first batch among those of the ledger.
-        given: Counts its batches that the consumer was given; None before it has begun.
-    """
-
-    reader: int
-    first: int
-    given: Callable[[], int] | None = None
 
 
 class FeedServer:
@@ -75,19 +59,12 @@ class FeedServer:
 
     Attributes:
         ledger: Decides.
-        run: What the loader takes now, or will take first.
-        newest: The number of the iterator that was made last.
         identity: What states belong to.
-        key: Of this server among `servers`.
     """
-
-    run: Run
-    newest: int
-    identity: dict[str, Any]
 
     def __init__(self, source: Any, rules: Rules, group_size: int | None, lease_timeout: float | None) -> None:
         self.ledger: Ledger = Ledger(rules)
-        self.run, self.newest = Run(0, 0), 0
+        self._runs = Runs(self.ledger)
         self.identity = {"kind": "Feed", "group_size": group_size, "has_source": source is not None}
         self._group_size = group_size
         self._process = generation()
@@ -111,8 +88,7 @@ class FeedServer:
         self._deadlines: dict[int, float] = {}  # of leases, the oldest first
         self._door: Door | None = None
         self._begin_life()
-        self.key: int = next(_numbers)
-        servers[self.key] = self
+        servers.add(self)
         threads.awaited.add(self)
 
     def _begin_life(self) -> None:
@@ -192,105 +168,76 @@ class FeedServer:
 
         self._watch(request, VERSION, attempt)
 
-    def pause(self, *, is_paused: bool) -> None:
+    def pause(self, request: Request, is_paused: bool) -> None:
         """Lease nothing, from now on or no more."""
         with Change(self):
             self._is_paused = is_paused
+            self._answer(request, None)
 
-    def put(
-        self, request: Request, many: list[Any], made: tuple[int, bool], cost: float | None, priority: float
-    ) -> None:
-        """Put samples, or groups, one after the other; the answer is how many. Those before an error are put.
+    def put(self, request: Request, units: list[tuple[Any, int, bool, float | None, float]]) -> None:
+        """Put units, one after the other, as far as there is room: for one at least, or an error.
+
+        The answer is how many are in, and the error of the one that follows. What comes after that is not looked at.
 
         Whoever waits for room waits while weights are updated: the samples were made with those of before. But a state
         that was loaded meanwhile may have taken the version back.
         """
-        left, (version, is_default), request.so_far = deque(many), made, 0
+        request.num_producers = len(units)
 
         def attempt() -> Any:
-            while left:
-                self._check_open()
-                own = min(version, self.ledger.version) if is_default else version
-                unit = self._checked(left[0], own, cost, priority)
-                if not self.ledger.has_room:
-                    return WAITS
-                self.ledger.put(*unit)
-                left.popleft()
-                request.so_far += 1
-            return request.so_far
-
-        self._wait(request, self._putters, attempt)
-
-    def put_units(self, request: Request, units: list[tuple[Any, int, bool, float | None, float]]) -> None:
-        """Put units, one after the other, as far as there is room: for one at least, or an error.
-
-        The answer says of each what has become of it: None if it is in, or the error. Those for which there is no room
-        are not in it.
-        """
-        request.so_far, request.num_producers = [], len(units)
-
-        def attempt() -> Any:
-            outcomes: list[Exception | None] = []
-            for samples, version, is_default, cost, priority in units:
+            for count, (samples, version, is_default, cost, priority) in enumerate(units):
                 try:
                     self._check_open()
                     own = min(version, self.ledger.version) if is_default else version
                     unit = self._checked(samples, own, cost, priority)
                 except Exception as error:
-                    outcomes.append(_portable(error))
-                    continue
+                    return count, _portable(error)
                 if not self.ledger.has_room:
-                    break
+                    return (count, None) if count else WAITS
                 self.ledger.put(*unit)
-                outcomes.append(None)
-            return outcomes or WAITS
+            return len(units), None
 
         self._wait(request, self._putters, attempt)
 
-    def new_reader(self) -> int:
-        """Return the number of an iterator that is made now. Those of before are given nothing more."""
-        with Change(self):
-            self.newest += 1
-            return self.newest
-
-    def follow(self, reader: int, given: Callable[[], int]) -> None:
-        """Give batches to an iterator from now on, unless a newer one has begun: first those that none was given.
+    def begin(self, request: Request, seat: Seat, given: Callable[[], int]) -> None:
+        """Give batches to an iterator from now on, when all seats have begun: first those that none was given.
 
         Args:
-            reader: Its number.
+            request: The answer is the number of the iterator.
+            seat: Where it is.
             given: Counts its batches that the consumer was given, without a lock.
         """
         with Change(self):
-            if reader == self.run.reader:
-                self.run = self.run._replace(given=given)
-            elif reader > self.run.reader:
-                self.ledger.finish(self._next_given())
-                self.ledger.begin()
-                self.run = Run(reader, self.ledger.formed, given)
-                if self._door is not None:  # until now a trainer may come after the end of the main thread
-                    self._door.end_at_exit()
+            self._answer(request, self._runs.begin(seat, given))
+            if self._door is not None and self.has_begun:  # until now a trainer may come after the main thread's end
+                self._door.end_at_exit()
 
-    def asked(self, reader: int) -> None:
-        """Note that the consumer asks for its next batch: those that it was given are trained."""
+    def asked(self, request: Request, reader: int, given: Callable[[], int]) -> None:
+        """Note that a consumer asks for its next batch: those that all were given are trained."""
         with Change(self):
-            if reader == self.run.reader:
-                self.ledger.finish(self._next_given())
+            self._runs.asked(reader, given)
+            self._answer(request, None)
+
+    def leave(self, reader: int) -> None:
+        """Note that the process of an iterator has ended."""
+        with Change(self):
+            self._runs.leave(reader)
 
     def step(self, request: Request, reader: int, number: int) -> None:
-        """Take a batch of an iterator: the keys of its samples; None at the end. It is formed now if it is the next."""
-        self._wait(request, self._readers, partial(self._batch, reader, number))
+        """Take an iterator's part of a batch: keys of samples; None at the end. It is formed now if it is the next."""
+        self._wait(request, self._readers, partial(self._part, reader, number))
 
-    def state(self, reader: int = -1, step: int = 0) -> dict[str, Any]:
-        """Return the state before a step of an iterator; of one that is not the newest, as the next one would begin."""
+    def state(self, request: Request, reader: int = -1, step: int = 0) -> None:
+        """Take the state before a step of an iterator; of one that is given nothing, as the next one would begin."""
         with Change(self):
-            number = self.run.first + step if reader == self.run.reader else self._next_given()
+            number = self._runs.position(reader, step)
             write = self.ledger.state(number)
             life = self._life
             place = None if self._source is None else self._source.place()
         units = write()
         # As values, and no pickle: whoever trusts a file can tell by torch.load. In a tuple, which
         # torch.distributed.checkpoint does not look into, so the keys of two states are the same.
-        return {
+        state = {
             "version": 1,
             "id": f"{life}-{number}",
             **self.identity,
@@ -298,8 +245,9 @@ class FeedServer:
             "source": None if place is None else written(place),
             "units": ({**units, "units": _copied(units["units"])},),
         }
+        request.answer(state)
 
-    def load(self, loaded: dict[str, Any]) -> None:
+    def load(self, request: Request, loaded: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is.
 
         Raises:
@@ -313,10 +261,10 @@ class FeedServer:
             if self._source is not None:
                 self._source.load_state_dict(loaded["source"])
             self.ledger.load(units)
-            self.newest += 1  # an iterator of before is given nothing more
-            self.run = Run(self.newest, self.ledger.formed)
+            self._runs.end()
             self._deadlines.clear()
             self._begin_life()
+            self._answer(request, None)
 
     def update(self, request: Request, version: int) -> None:
         """Note that the weights were updated."""
@@ -327,15 +275,13 @@ class FeedServer:
             self.ledger.set_version(number)
             self._answer(request, None)
 
-    def withdraw(self, request: Request, *, failed: bool = False) -> None:
-        """Have a call be answered now, by what it has come to so far. An item that it has leased is given back."""
+    def withdraw(self, request: Request) -> None:
+        """Have a call that waits be answered now, by None: nothing has come of it."""
         with Change(self):
             for waiting in (self._leasers, self._putters, self._readers, self._watchers.get(request.watches, [])):
                 if request in waiting:
                     waiting.remove(request)
-                    self._answer(request, request.so_far)
-            if isinstance(leased := request.outcome[0], Leased):
-                self.ledger.give_back(leased.lease, failed=failed)
+                    self._answer(request, None)
 
     def give_back(self, lease: int, *, failed: bool) -> None:
         """Have what is leased be leased again. Also inside the garbage collector, while this thread has the lock."""
@@ -442,37 +388,29 @@ class FeedServer:
     @property
     def has_begun(self) -> bool:
         """Whether somebody takes batches, or has: since a state was loaded, if one was."""
-        return self.run.given is not None
+        return self._runs.has_begun
 
-    def _next_given(self) -> int:
-        """Return the number of the first batch that the consumer was not given."""
-        return self.run.first + (0 if self.run.given is None else self.run.given())
-
-    def _batch(self, reader: int, number: int) -> Any:
-        """Return the keys of a batch of an iterator; None at the end.
+    def _part(self, reader: int, number: int) -> Any:
+        """Return an iterator's part of a batch as keys; None at the end.
 
         Raises:
-            LoaderClosedError: if another one has begun.
             FeedClosedError: at the end, if an error of the source brought that.
         """
-        if reader != self.run.reader:
-            raise other_has_begun()
-        number += self.run.first
-        if not self.ledger.can_answer(number):
-            return WAITS
-        if number < self.ledger.formed:
-            return _keys_of(self.ledger.batch(number))
-        if self._error is not None:
+        units = self._runs.part(reader, number)
+        if units is None and self._error is not None:
             raise self._closed_error()
-        return None
+        return units if units is None or units is WAITS else _keys_of(units)
 
-    def why_no_keys(self, *, in_vain: bool) -> str:
-        """Return what the next batch waits for; "" if that has to be in vain, and some producer has a lease."""
+    def why_no_keys(self, request: Request, in_vain: bool) -> None:
+        """Say what the next batch waits for; "" if that has to be in vain, and some producer has a lease."""
         with Change(self):
             ready, size, leased = self.ledger.num_ready, self.ledger.rules.size, self.ledger.num_running
-        producers = f"producers have leases of {leased}" if leased else "no producer has a lease"
-        producers += ", and it is paused" * self._is_paused
-        return "" if in_vain and leased else f"its feed has {ready} of {size} samples or groups, and {producers}"
+            producers = f"producers have leases of {leased}" if leased else "no producer has a lease"
+            producers += ", and it is paused" * self._is_paused
+            if coming := self._runs.coming:
+                producers = f"only {len(coming)} processes of the training have begun, and {producers}"
+            why = f"its feed has {ready} of {size} samples or groups, and {producers}"
+            self._answer(request, "" if in_vain and leased and not coming else why)
 
     def _check_keeps_all(self, life: str, next_id: int) -> None:
         """See that nothing is lost that waits, and was put without a lease, by a state of this life or another one."""
@@ -559,13 +497,13 @@ class FeedServer:
             weakref.finalize(self, timer.cancel).atexit = False
             timer.start()
 
-    def stats(self) -> FeedStats:
-        """Return what became of the samples so far."""
+    def stats(self, request: Request) -> None:
+        """Say what became of the samples so far."""
         with Change(self):
             handles = 0 if self._door is None else self._door.num_connections
             waits = self._trainer_waits.total_s, self._producers_wait.total_s
             waiting = sum(request.num_producers for request in (*self._leasers, *self._putters))
-            return FeedStats.of(self.ledger, handles, waiting, *waits)
+            self._answer(request, FeedStats.of(self.ledger, handles, waiting, *waits))
 
     # ------------------------------------------------------------------------------------------------------- the lock
 
@@ -698,11 +636,6 @@ def _may_begin(reference: weakref.ref[FeedServer]) -> bool:
 def _item_came(server: weakref.ref[FeedServer]) -> None:
     if (alive := server()) is not None:
         alive.item_came()
-
-
-def other_has_begun() -> LoaderClosedError:
-    """Say why an iterator gives nothing more."""
-    return LoaderClosedError("another iterator over this feed has begun, and is given the batches from now on")
 
 
 def _keys_of(units: Iterable[Unit]) -> list[SampleKey]:

@@ -13,13 +13,12 @@ from typing import Any
 
 from asyncloader.datasets.stream_keys import Items, Place, StreamKeys, is_stream
 from asyncloader.errors import ConfigurationError
+from asyncloader.online.ledger import WAITS
 from asyncloader.plain import as_text, unplain
 from asyncloader.protocols import is_stateful
 
 _MOST_ITEMS = 256
 _MOST_BYTES = 64 << 20
-WAITS: Any = object()
-"""In place of an item that has not come yet."""
 
 
 class Source:

@@ -23,7 +23,8 @@ class FeedStats(NamedTuple):
             too old: in a batch that was on its way when the version jumped, or with ``on_stale="keep"``.
         ages: Trained units by how many versions they were old. A batch counts when the consumer asks for it.
         handles: Processes that are connected by a handle of the feed.
-        producers_waiting: Producers that wait for a lease, or for room.
+        producers_waiting: Producers that wait for a lease, or for room. A `put_many` counts once for each of the
+            samples that it puts next.
         trainer_waited_s: How long there was no batch for the trainer. Seconds.
         producers_waited_s: How long some producer waited. Seconds.
     """

@@ -23,6 +23,8 @@ import torch
 from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, StateMismatchError
 from asyncloader.errors import LoaderClosedError
 from asyncloader.online import Feed, FeedClosedError, FeedFullError, LeaseLostError, Sample, ledger
+from asyncloader.online.link import ask
+from asyncloader.online.runs import Seat
 from asyncloader.seeding.hashing import mix
 from tests.support.patience import patiently, patiently_async, wait_until
 
@@ -483,10 +485,6 @@ def test_bad_input() -> None:
         ({"max_cost": 0}, "max_cost should be a number above 0"),
         ({"source": 3}, "source should be an iterable of items"),
         ({"fn": 3}, "fn should be a function of a Sample"),
-        ({"window": 3}, "window has no effect without source"),
-        ({"max_retries": 1}, "max_retries has no effect without source"),
-        ({"lease_timeout": 1.0}, "lease_timeout has no effect without source"),
-        ({"on_stale": "recycle", "max_staleness": 1}, 'on_stale="recycle" has no effect without source'),
     ],
 )
 def test_what_cannot_work(options: dict[str, Any], words: str) -> None:
@@ -604,9 +602,13 @@ def test_an_end_that_was_promised(event: str) -> None:
     if event == "a state":
         feed.load_state_dict(state)
     if event == "another loop":
-        iter(feed.make_batch_sampler())
-    with pytest.raises(LoaderClosedError if event in ("a state", "another loop") else StopIteration):
-        in_time(partial(next, keys))
+        iter(feed.make_batch_sampler()).arrived(1, lambda: None)
+    if event in ("a state", "another loop"):
+        with pytest.raises(LoaderClosedError):
+            keys.asked()
+    else:
+        with pytest.raises(StopIteration):
+            in_time(partial(next, keys))
 
 
 def test_a_wake_up_that_raises(caplog: pytest.LogCaptureFixture) -> None:
@@ -988,6 +990,7 @@ def test_a_loop_that_was_left_loses_nothing(options: dict[str, Any]) -> None:
             break
     feed.close()
     old = iter(loader)
+    seen += next(old).tolist()
     new = iter(loader)
     seen += torch.cat(list(new)).tolist()
     assert seen == [*range(8)]
@@ -1249,7 +1252,7 @@ def test_a_reader_that_comes_while_others_are_answered(monkeypatch: pytest.Monke
     feed = Feed[int](batch_size=1)
     server, asks = feed._server, threading.Event()
     keys: Any = iter(feed.make_batch_sampler())
-    keys.follow(int)
+    keys.reader = ask(server, "begin", Seat(), int)
     step = server.step
     monkeypatch.setattr(server, "step", lambda *arguments: (asks.set(), step(*arguments)))
     with ThreadPoolExecutor(1) as pool:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.online import Feed, FeedClosedError, FeedHandle, LeaseLostError
+from asyncloader.online.handle import connect
 from asyncloader.online.wire import parts_of
 from tests.support.nursery import Program
 from tests.support.patience import wait_until
@@ -414,7 +416,7 @@ async def test_a_put_that_is_cancelled_is_not_carried_out(is_many: bool) -> None
     for _ in range(3):
         put = handle.put_many(["b", "c"]) if is_many else handle.put("b")
         task = asyncio.create_task(put)
-        await asyncio.to_thread(wait_until, lambda: feed.stats().producers_waiting == 1)
+        await asyncio.to_thread(wait_until, lambda: feed.stats().producers_waiting == 1 + is_many)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -609,7 +611,7 @@ def test_an_interrupt_while_a_message_is_on_its_way(is_large: bool) -> None:
 def test_only_this_user_reaches_a_feed() -> None:
     """The socket is in a folder of this user's, and is gone with the feed."""
     feed: Feed[int] = Feed(batch_size=1)
-    path = Path(feed.handle()._address)
+    path = Path(feed._server.open_door().path)
     assert (path.parent.stat().st_mode & 0o777, path.parent.stat().st_uid) == (0o700, os.geteuid())
     assert path.is_socket()
     feed.close()
@@ -620,7 +622,7 @@ def test_only_this_user_reaches_a_feed() -> None:
 def test_other_users_are_refused() -> None:
     """Before a byte is sent to them, though the folder were open: the kernel says whose process has connected."""
     feed: Feed[int] = Feed(batch_size=1)
-    path = Path(feed.handle()._address)
+    path = Path(feed._server.open_door().path)
     path.parent.chmod(0o711)
     path.chmod(0o666)
     script = f"""
@@ -640,9 +642,9 @@ with socket.socket(socket.AF_UNIX) as stranger:
 def test_a_feed_that_is_not_the_one() -> None:
     """Somebody else's process that listens in the place of a feed that was: nothing of what it says is unpickled."""
     feed: Feed[int] = Feed(batch_size=1)
-    handle = feed.handle()
+    path = feed._server.open_door().path
     with pytest.raises(FeedClosedError, match="there is no feed behind this handle"):
-        FeedHandle(handle._address, handle._user + 1, has_source=False).put_sync(1)
+        FeedHandle(partial(connect, path, os.geteuid() + 1), feed.identity).put_sync(1)
     feed.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from asyncloader import DataLoader
 from asyncloader.online import Feed, FeedClosedError, LeaseLostError
+from asyncloader.online.link import ask
 from tests.support.patience import until
 
 REACH = pytest.mark.parametrize("reach", [lambda feed: feed, Feed.handle], ids=["feed", "handle"])
@@ -160,7 +161,7 @@ async def test_a_feed_that_is_paused(reach: Any, is_async: bool) -> None:
     task = asyncio.create_task(lease_async() if is_async else asyncio.to_thread(lease))
     await asyncio.sleep(0.2)
     assert not leased
-    assert "it is paused" in feed._server.why_no_keys(in_vain=True)
+    assert "it is paused" in ask(feed._server, "why_no_keys", True)
     feed.resume()
     await asyncio.wait_for(task, 10)
     assert leased == [1]

@@ -51,7 +51,7 @@ async def test_the_puts_of_one_turn_are_one_message(calls: list[tuple[str, Any]]
     feed.version = 3
     handle = feed.handle()
     await asyncio.gather(*(handle.put(n, version=n % 4, cost=n + 1, priority=n) for n in range(64)))
-    assert [name for name, _ in calls] == ["put_units"]
+    assert [name for name, _ in calls] == ["put"]
     units = feed._server.ledger.units.values()
     assert [(*unit.samples, unit.version, unit.cost) for unit in units] == [(n, n % 4, n + 1) for n in range(64)]
     feed.close()
@@ -229,5 +229,5 @@ async def test_large_samples_are_sent_twice_at_most(calls: list[tuple[str, Any]]
     feed.close()
     await asyncio.to_thread(thread.join, 20)
     assert sorted(int(array[0]) for array in found) == [*range(16)]
-    sent = Counter(int(unit[0][0]) for name, (units,) in calls if name == "put_units" for unit in units)
+    sent = Counter(int(unit[0][0]) for name, (units,) in calls if name == "put" for unit in units)
     assert max(sent.values()) <= 2
