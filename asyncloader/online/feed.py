@@ -129,7 +129,7 @@ class Feed(Producers, FeedDataset[T]):
         rules = _rules(given)
         self.batch_size, self.group_size = given["batch_size"], given["group_size"]
         server = self._server = FeedServer(source, rules, self.group_size, lease_timeout)
-        self.identity = server.identity
+        self.identity: dict[str, Any] = server.identity
         FeedDataset.__init__(self, lambda: server, server.identity, fn, Seat())  # not self, which would be a circle
 
     def _link(self) -> Link:

@@ -151,7 +151,7 @@ class FeedBatches(Sampler[list[SampleKey]]):
     keys_arrive = True
 
     def __init__(self, reach: Callable[[], Link], what: dict[str, Any], seat: Seat) -> None:
-        self.rank = seat.rank
+        self.rank: int = seat.rank
         self._reach, self._what, self._seat = reach, what, seat
         self._keys: FeedKeys | None = None
         self._preloaded = ""  # the id of a state

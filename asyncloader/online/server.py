@@ -65,7 +65,7 @@ class FeedServer:
     def __init__(self, source: Any, rules: Rules, group_size: int | None, lease_timeout: float | None) -> None:
         self.ledger: Ledger = Ledger(rules)
         self._runs = Runs(self.ledger)
-        self.identity = {"kind": "Feed", "group_size": group_size, "has_source": source is not None}
+        self.identity: dict[str, Any] = {"kind": "Feed", "group_size": group_size, "has_source": source is not None}
         self._group_size = group_size
         self._process = generation()
         this = weakref.ref(self)

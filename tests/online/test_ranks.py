@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from asyncloader import ConfigurationError, DataLoader, StateMismatchError
 from asyncloader.errors import LoaderClosedError
-from asyncloader.online import Feed, FeedHandle, Sample
+from asyncloader.online import Feed, FeedHandle, LeaseLostError, Sample
 from tests.support.patience import wait_until
 
 SHAPE = [(rank, 2, peer, 2) for rank in range(2) for peer in range(2)]
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 
 
 def produce(handle: Any) -> None:
-    """Make all items."""
+    """Make all items; those of leases that a loaded state has ended are leased again."""
     for item in handle.leases():
-        with item:
+        with suppress(LeaseLostError), item:
             item.put(item.value)
 
 
