@@ -83,7 +83,7 @@ def begin() -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "seeding": "sample"}], ids=["none", "worker"])
 def test_peers_are_given_the_same_and_ranks_divide(begin: Callable[..., Any], options: dict[str, Any]) -> None:
     """All have as many steps; each sample is one rank's; peers draw alike, and ranks do not."""
-    feed = Feed(range(42), batch_size=4, max_staleness=1)
+    feed = Feed[int](range(42), batch_size=4, max_staleness=1)
     results, step = mp.get_context("fork").Queue(), mp.get_context("fork").Barrier(len(SHAPE))
     for seat in SHAPE:
         begin(train, feed.handle(), seat, options, results, step)
@@ -121,7 +121,7 @@ def test_the_feed_itself_may_be_a_rank() -> None:
 def test_a_state_goes_on_with_any_number_of_ranks(begin: Callable[..., Any], ranks: int) -> None:
     """Rank 0's first peer saves what waits and loads it; nothing is lost, and nothing comes twice."""
     results = mp.get_context("fork").Queue()
-    feed = Feed(range(24), batch_size=4, max_samples=24)
+    feed = Feed[int](range(24), batch_size=4, max_samples=24)
     produce_all = threading.Thread(target=produce, args=(feed,))
     produce_all.start()
     for seat in SHAPE:
@@ -131,7 +131,7 @@ def test_a_state_goes_on_with_any_number_of_ranks(begin: Callable[..., Any], ran
     produce_all.join(20)
     found = [value for rank in range(2) for values in saved[rank, 2, 0, 2][0] for value in values]
     assert len(found) == 12
-    again = Feed(range(24), batch_size=4, max_samples=24)
+    again = Feed[int](range(24), batch_size=4, max_samples=24)
     seats = [(rank, ranks, 0, 1) for rank in range(ranks)]
     for seat in seats:
         state = saved[(seat[0], 2, 0, 2)][1]
@@ -154,17 +154,25 @@ def test_only_rank_0_loads_what_it_has_saved() -> None:
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_process_of_the_training_that_is_killed(begin: Callable[..., Any], victim: int) -> None:
     """The others are told; a training that begins anew from the state has each sample once."""
-    results = mp.get_context("fork").Queue()
-    feed = Feed(range(40), batch_size=4, max_staleness=2)
+    results, goes_on = mp.get_context("fork").Queue(), threading.Event()
+
+    def prompts() -> Iterator[int]:
+        yield from range(8)  # two steps
+        goes_on.wait(60)
+        yield from range(8, 40)
+
+    feed = Feed[int](prompts, batch_size=4, max_staleness=2)
     state = feed.state_dict()
     thread = threading.Thread(target=produce, args=(feed,))
     thread.start()
     handle = feed.handle()
-    processes = [begin(hang_after_two, handle, seat, results) for seat in SHAPE]
-    assert sorted(results.get(timeout=60) for _ in SHAPE) == [*SHAPE]
+    pipes = [mp.get_context("fork").Pipe(duplex=False) for _ in SHAPE]  # a queue's lock might be killed with its holder
+    processes = [begin(hang_after_two, handle, seat, sent) for seat, (_, sent) in zip(SHAPE, pipes, strict=True)]
+    assert [pipe.recv() for pipe, _ in pipes] == [*SHAPE]
     os.kill(processes[victim].pid, signal.SIGKILL)
-    told = [results.get(timeout=60) for _ in range(3)]
+    told = [pipe.recv() for number, (pipe, _) in enumerate(pipes) if number != victim]
     assert all(f"rank {SHAPE[victim][0]}, peer {SHAPE[victim][2]} has left" in words for words in told)
+    goes_on.set()
     feed.load_state_dict(state)
     step = mp.get_context("fork").Barrier(len(SHAPE))
     for seat in SHAPE:
@@ -175,18 +183,18 @@ def test_a_process_of_the_training_that_is_killed(begin: Callable[..., Any], vic
     assert sorted(found) == [*range(40)]
 
 
-def hang_after_two(handle: FeedHandle, seat: tuple[int, ...], results: Any) -> None:
+def hang_after_two(handle: FeedHandle, seat: tuple[int, ...], pipe: Any) -> None:
     """Train two steps, and then wait for more until another process has died."""
     loader = iter(DataLoader(handle.for_rank(*seat)))
     next(loader)
     next(loader)
-    results.put(seat)
+    pipe.send(seat)
     try:
         list(loader)
     except LoaderClosedError as error:
-        results.put(str(error))
+        pipe.send(str(error))
     else:
-        signal.pause()
+        pipe.send("ended")
 
 
 def test_a_rank_that_waits_for_others_says_so() -> None:
