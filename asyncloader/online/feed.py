@@ -38,7 +38,6 @@ _LEAST = {
     "steps_per_version": 1,
     "max_samples": 1,
     "window": 1,
-    "max_uses": 1,
     "max_retries": 0,
     "seed": 0,
 }
@@ -76,9 +75,8 @@ class Feed(Producers, FeedDataset[T]):
         on_stale: What becomes of samples that are too old all the same, because the version jumped, or they were put
             with an old one: "drop"; "keep" trains them; "recycle" has their items leased again.
         order: "first_come"; "freshest": the newest version first; "priority": the highest first; "random": drawn anew
-            for each batch from what waits, by ``seed``. With ``max_uses``, that is a replay buffer.
+            for each batch from what waits, by ``seed``.
         window: A slow sample, or group, is not overtaken by those that were leased so many leases later. None: by any.
-        max_uses: How often a sample is trained, as long as it is not too old; it goes to the end after each time.
         max_cost: The most that a batch costs, in tokens for example: a batch is full with that, or with
             ``batch_size``. None: no bound. Where batches have fewer samples than ``batch_size``, more samples get old.
         max_retries: How often an item is leased again after its producer has failed; then it is dropped.
@@ -117,7 +115,6 @@ class Feed(Producers, FeedDataset[T]):
         on_stale: OnStale = "drop",
         order: FeedOrder = "first_come",
         window: int | None = None,
-        max_uses: int = 1,
         max_cost: float | None = None,
         max_retries: int = 3,
         lease_timeout: float | None = 1800.0,
@@ -196,7 +193,7 @@ def _rules(given: dict[str, Any]) -> Rules:
         raise ConfigurationError(
             f"a batch of {given['batch_size']} samples could never be formed: max_samples should be at least batch_size"
         )
-    same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last", "seed")
+    same = ("on_stale", "order", "window", "max_cost", "max_retries", "drop_last", "seed")
     return Rules(size, limit, staleness, steps, **{name: given[name] for name in same})
 
 

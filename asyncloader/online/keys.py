@@ -38,14 +38,12 @@ class Sample(NamedTuple, Generic[T]):
         id: Number of its item, or of its group; samples of one group have the same.
         position: In the group.
         version: The version of the weights that made it.
-        uses: How often it was trained before.
     """
 
     value: T
     id: int
     position: int
     version: int
-    uses: int
 
 
 class FeedSamples(Dataset[T]):
@@ -59,8 +57,8 @@ class FeedSamples(Dataset[T]):
         self.fn = fn
 
     def __getitem__(self, key: SampleKey) -> T:
-        number, position, version, uses, value = key
-        made: T = value if self.fn is None else self.fn(Sample(value, number, position, version, uses))
+        number, position, version, value = key
+        made: T = value if self.fn is None else self.fn(Sample(value, number, position, version))
         return made
 
     def __reduce__(self) -> Any:

@@ -1,7 +1,7 @@
 """Ledger: which samples of a feed exist, where each of them is, and what may happen next. No I/O, clock or thread.
 
     lease ──> running ── put ──> ready ── take ──> in a batch ── done ──> settled: trained
-      ^          │                 │                    └ max_uses: ready again
+      ^          │                 │
       │          │ give back       │ too old ──> settled: stale
       └─ pending <─────────────────┘ on_stale="recycle"         running ── drop ──> settled: dropped
 
@@ -56,7 +56,6 @@ class Rules(NamedTuple):
         order: Which units come first.
         window: A unit that is leased or pending is not overtaken by those whose number is higher by so much; None: by
             any.
-        max_uses: How often a unit is trained.
         max_cost: The most that units of a batch cost together; None for no bound.
         max_retries: How often a unit is leased again after a failure.
         drop_last: Units that fill no batch at the end are not trained.
@@ -70,7 +69,6 @@ class Rules(NamedTuple):
     on_stale: OnStale = "drop"
     order: FeedOrder = "first_come"
     window: int | None = None
-    max_uses: int = 1
     max_cost: float | None = None
     max_retries: int = 3
     drop_last: bool = False
@@ -89,7 +87,6 @@ class Unit:
         cost: The cost of all its samples.
         priority: Units with more come first, where the order is by priority.
         tries: How many leases of it have failed.
-        uses: How often it was trained.
         partial: What a producer has made of the item for the next one to go on with, and the version of that; or
             nothing.
         lease: The lease that it runs under.
@@ -102,7 +99,6 @@ class Unit:
     cost: float = 0.0
     priority: float = 0.0
     tries: int = 0
-    uses: int = 0
     partial: tuple[()] | tuple[Any, int] = ()
     lease: int | None = None
 
@@ -312,8 +308,7 @@ class Ledger:
 
     def _make_ready(self, unit: Unit) -> None:
         self._add_ready(unit)
-        if not unit.uses:
-            self._new_ready[unit.version] += 1
+        self._new_ready[unit.version] += 1
         self._choice = None
 
     def _add_ready(self, unit: Unit) -> None:
@@ -325,8 +320,7 @@ class Ledger:
         del self._ready[unit.id]
         if self._order is not None:
             self._order.remove(unit.id)
-        if not unit.uses:
-            _uncount(self._new_ready, unit.version)
+        _uncount(self._new_ready, unit.version)
         self._choice = None
 
     def _settle(self, unit: Unit, outcome: str) -> None:
@@ -347,10 +341,7 @@ class Ledger:
         """Whether there is no batch, and none will come."""
         if self.ended:
             return True
-        may_return = self.rules.max_uses > 1 and self._batches
-        if not self.is_ending or may_return:
-            return False
-        return not self._ready or (self.done == self.formed and not self.can_take())
+        return self.is_ending and (not self._ready or (self.done == self.formed and not self.can_take()))
 
     def set_version(self, version: int) -> None:
         """Note that weights were updated; what is too old now is settled, or leased again."""
@@ -391,12 +382,7 @@ class Ledger:
         while self.done < min(done, self.formed):
             self.done += 1
             for unit in self._batches.popleft():
-                self._keep(unit)
-                unit.uses += 1
-                if self._is_trained_again(unit, unit.uses):
-                    self._make_ready(unit)
-                else:
-                    self._settle(unit, "trained")
+                self._settle(unit, "trained")
             if self._batches:
                 self._note_age(self._batches[0])
         self._choice = None
@@ -429,17 +415,11 @@ class Ledger:
         return most is not None and self.version - unit.version > most
 
     def _is_unfit(self, unit: Unit) -> bool:
-        return (self.rules.on_stale != "keep" or unit.uses > 0) and self._is_stale(unit)
-
-    def _is_trained_again(self, unit: Unit, uses: int) -> bool:
-        """Whether a unit waits for the trainer once more, after it was trained so often."""
-        return uses < self.rules.max_uses and not self._is_stale(unit)
+        return self.rules.on_stale != "keep" and self._is_stale(unit)
 
     def _turn_away(self, unit: Unit) -> None:
         """Settle a unit that is too old, or have it leased again."""
-        if unit.uses:
-            self._settle(unit, "trained")
-        elif self.rules.on_stale == "recycle" and unit.item is not NOTHING:
+        if self.rules.on_stale == "recycle" and unit.item is not NOTHING:
             self.counts["recycled"] += 1
             self._keep(unit)
             unit.samples = unit.partial = ()
@@ -456,13 +436,12 @@ class Ledger:
             return None
         batch: dict[int, Unit] = {}
         for version, count in musts:
-            new = [unit for unit in self._in_order() if unit.version <= version and not unit.uses]
+            new = [unit for unit in self._in_order() if unit.version <= version]
             count -= sum(unit.id in batch for unit in new)
             missing = [unit for unit in new if unit.id not in batch]
             batch.update((unit.id, unit) for unit in missing[: max(0, min(count, rules.size - len(batch)))])
-        end, oldest = self._window()
-        fitting = (unit for unit in self._in_order() if unit.id < end and (not unit.uses or unit.version >= oldest))
-        rest = (unit for unit in fitting if unit.id not in batch)
+        end = self._window()
+        rest = (unit for unit in self._in_order() if unit.id < end and unit.id not in batch)
         batch.update([(unit.id, unit) for unit in islice(rest, rules.size - len(batch))])
         chosen = list(batch.values())
         within = self._within_cost(chosen)
@@ -494,14 +473,12 @@ class Ledger:
                 musts.append((version, min(count, ready)))
         return musts
 
-    def _window(self) -> tuple[float, int]:
-        """Return the id from which on units would overtake too many others, and the oldest version to train again."""
-        most, window = self.rules.max_staleness, self.rules.window
-        oldest = 0 if most is None else self._version_at(self.formed) - most
+    def _window(self) -> float:
+        """Return the id from which on units would overtake too many others."""
         waited_for = () if self.closed else (*self.pending, *self._running.values())
-        if window is None or not waited_for:
-            return math.inf, oldest
-        return min(unit.id for unit in waited_for) + window, oldest
+        if self.rules.window is None or not waited_for:
+            return math.inf
+        return min(unit.id for unit in waited_for) + self.rules.window
 
     def _in_order(self) -> Iterable[Unit]:
         """Return the units that are ready with those first that the order prefers. Whoever needs few takes few."""
@@ -532,15 +509,8 @@ class Ledger:
         trained = list(islice(self._batches, max(0, done - self.done)))
         formed = [unit.id for batch in islice(self._batches, len(trained), None) for unit in batch]
         counts = self.counts.copy()
-        again: list[Unit] = []
-        gone: set[int] = set()
-        for unit in (unit for batch in trained for unit in batch):
-            if self._is_trained_again(unit, unit.uses + 1):
-                again.append(unit)
-            else:
-                gone.add(unit.id)
-                counts["trained"] += 1
-        used = {unit.id for unit in again}
+        gone = {unit.id for batch in trained for unit in batch}
+        counts["trained"] += len(gone)
         units, kept = list(self.units.values()), dict[int, Any]()
         state = {
             "done": self.done + len(trained),
@@ -549,7 +519,7 @@ class Ledger:
             "source_over": self.source_over,
             "counts": dict(counts),
             "ages": dict(self.ages),
-            "ready": [*formed, *self._ready_ids, *(unit.id for unit in again)],
+            "ready": [*formed, *self._ready_ids],
         }
 
         def write() -> dict[str, Any]:
@@ -557,7 +527,7 @@ class Ledger:
             for unit in units:
                 if unit.id not in gone:
                     now = _written(unit)
-                    written.append(_used(kept.get(unit.id, now), unit.id in used))  # kept before it was changed
+                    written.append(kept.get(unit.id, now))  # kept before it was changed
             return {**state, "units": written}
 
         self._kept[write] = kept
@@ -675,11 +645,5 @@ def _written(unit: Unit) -> tuple[Any, ...]:
         unit.cost,
         unit.priority,
         unit.tries,
-        unit.uses,
         unit.partial,
     )
-
-
-def _used(written: tuple[Any, ...], once_more: bool) -> tuple[Any, ...]:
-    """Return what makes a unit that was trained once more."""
-    return (*written[:-2], written[-2] + once_more, written[-1])

@@ -43,8 +43,8 @@ from asyncloader.signals import HandlersWait
 servers: weakref.WeakSet[FeedServer] = weakref.WeakSet()
 """Those of this process."""
 
-SampleKey: TypeAlias = tuple[int, int, int, int, Any]
-"""A sample as the key of itself: number of its unit, its place in that, its version, how often it was trained, and the
+SampleKey: TypeAlias = tuple[int, int, int, Any]
+"""A sample as the key of itself: number of its unit, its place in that, its version, and the
 sample. A plain tuple is pickled in a fifth of the time that a class of our own takes."""
 
 
@@ -639,9 +639,7 @@ def _item_came(server: weakref.ref[FeedServer]) -> None:
 
 
 def _keys_of(units: Iterable[Unit]) -> list[SampleKey]:
-    return [
-        (unit.id, index, unit.version, unit.uses, sample) for unit in units for index, sample in enumerate(unit.samples)
-    ]
+    return [(unit.id, index, unit.version, sample) for unit in units for index, sample in enumerate(unit.samples)]
 
 
 def _copied(units: list[Any]) -> list[Any]:

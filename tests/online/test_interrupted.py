@@ -236,4 +236,4 @@ def test_an_iterator_that_was_interrupted_goes_on(one_in: int) -> None:
         reading = threading.Thread(target=lambda keys=keys, seen=seen: seen.append(next(keys)), daemon=True)
         reading.start()
         reading.join(20)
-        assert [key[4] for batch in seen for key in batch] == [taken], moment
+        assert [key[3] for batch in seen for key in batch] == [taken], moment

@@ -27,7 +27,7 @@ def check(ledger: Ledger) -> None:
     assert all(unit.samples for unit in (*ledger._ready.values(), *batches))
     begun = Counter(unit.partial[1] for unit in ledger.pending if unit.partial)
     assert ledger._new_running == begun + Counter(unit.version for unit in ledger._running.values())
-    assert ledger._new_ready == Counter(unit.version for unit in ledger._ready.values() if not unit.uses)
+    assert ledger._new_ready == Counter(unit.version for unit in ledger._ready.values())
     settled = ("trained", "stale", "dropped", "failed")
     assert ledger.next_id == len(ledger.units) + sum(ledger.counts[name] for name in settled)
 
@@ -51,7 +51,6 @@ class Play(RuleBasedStateMachine):
             data.draw(st.sampled_from(["drop", "keep", "recycle"])),
             data.draw(st.sampled_from(["first_come", "freshest", "priority", "random"])),
             data.draw(st.none() | st.integers(1, 2 * size)),
-            data.draw(st.integers(1, 2)),
             data.draw(st.none() | st.integers(1, 4)) if self.may_jump else None,
             data.draw(st.integers(0, 2)),
             data.draw(st.booleans()),
@@ -175,7 +174,7 @@ class Play(RuleBasedStateMachine):
         self.is_trained = True
         for unit in batch:
             self.uses[unit.id] += 1
-            assert self.uses[unit.id] == unit.uses + 1 <= self.rules.max_uses
+            assert self.uses[unit.id] == 1
             if not self.may_jump and self.rules.max_staleness is not None:
                 assert self.ledger.version - unit.version <= self.rules.max_staleness
 
@@ -302,22 +301,6 @@ class Jumps(Play):
     may_jump = True
 
 
-def test_a_state_does_not_train_again_what_is_too_old() -> None:
-    """A unit that was trained too old, because it is kept, is not trained a second time; nor after a resume."""
-    rules = Rules(1, 1, 0, on_stale="keep", max_uses=2)
-    ledger = Ledger(rules)
-    ledger.put([0], 0, 1, 0)
-    ledger.set_version(1)
-    ledger.take()
-    state = ledger.state(1)()
-    ledger.finish(1)
-    again = Ledger(rules)
-    again.load(state)
-    for each in (ledger, again):
-        assert each.counts["trained"] == 1
-        assert each.has_room
-
-
 class Counted(float):
     """A priority that counts how often it is compared."""
 
@@ -340,7 +323,7 @@ class Counted(float):
 @pytest.mark.parametrize("waiting", [100, 10_000])
 def test_an_order_is_not_sorted_anew_for_each_batch(waiting: int) -> None:
     """A batch takes as long however much waits; those with the highest priority come first, in the order they came."""
-    ledger = Ledger(Rules(8, waiting, order="priority", max_uses=2))
+    ledger = Ledger(Rules(8, waiting, order="priority"))
     for number in range(waiting):
         ledger.put([number], 0, 1, Counted(number % 50))
     Counted.compared = 0
@@ -354,13 +337,15 @@ def test_an_order_is_not_sorted_anew_for_each_batch(waiting: int) -> None:
 def test_a_random_order_prefers_none() -> None:
     """Of units that wait, each is as likely to be in the next batch as the others, whenever it came."""
     counts = Counter[int]()
-    ledger = Ledger(Rules(1, 4, order="random", max_uses=10**9))
-    for number in range(4):
+    ledger = Ledger(Rules(1, 4, order="random"))
+    for number in range(3):
         ledger.put([number], 0, 1, 0)
     for number in range(4000):
-        counts[ledger.take()[0].samples[0]] += 1
+        ledger.put([3 + number], 0, 1, 0)
+        waited = [unit.samples[0] for unit in ledger._ready.values()]
+        counts[waited.index(ledger.take()[0].samples[0])] += 1
         ledger.finish(number + 1)
-    assert all(900 < counts[number] < 1100 for number in range(4))
+    assert all(900 < counts[age] < 1100 for age in range(4))
 
 
 many = settings(max_examples=effort.examples(150), stateful_step_count=50, deadline=None)
