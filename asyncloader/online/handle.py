@@ -19,7 +19,7 @@ from typing import Any
 from asyncloader import threads
 from asyncloader.online.errors import closed
 from asyncloader.online.forks import generation, keep_from_forks
-from asyncloader.online.link import Leased, Link, Request
+from asyncloader.online.link import Leased, Link, Request, ask
 from asyncloader.online.producers import Producers, cancel_later
 from asyncloader.online.puts import Puts
 from asyncloader.online.wire import Channel, Unreadable, peer
@@ -181,6 +181,14 @@ class FeedHandle(Producers):
                 cancel_later()
         finally:
             del connection  # an error has the frames that it was raised in
+
+    def close_feed(self, reason: str = "it was closed") -> None:
+        """Close the feed, for all: see `Feed.close`.
+
+        Args:
+            reason: As there.
+        """
+        ask(self._connect(), "shut", reason)
 
     def close(self) -> None:
         """End the connection of this process."""

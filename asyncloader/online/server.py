@@ -442,6 +442,11 @@ class FeedServer:
                     self._door.end_at_exit()
             return self._door
 
+    def shut(self, request: Request, reason: str) -> None:
+        """Take no more samples, and lease no more items."""
+        self.close(reason)
+        request.answer(None)
+
     def close(self, reason: str) -> None:
         """Take no more samples, and lease no more items."""
         if self._process == generation():

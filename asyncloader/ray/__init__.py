@@ -1,8 +1,9 @@
-"""Workers on other machines, as actors of Ray. Experimental: names and behaviour may change in any version.
+"""Workers, and feeds, on other machines, as actors of Ray. Experimental: names and behaviour may change in any version.
 
-Public is `RayWorkers` alone. Everything else is private, and is imported when a run begins.
+Public are `RayWorkers` and `FeedActor`. Everything else is private, and Ray is imported when a run or an actor begins.
 """
 
+from asyncloader.ray.feed import FeedActor
 from asyncloader.ray.workers import RayWorkers
 
-__all__ = ["RayWorkers"]
+__all__ = ["FeedActor", "RayWorkers"]
