@@ -14,8 +14,8 @@ FIND_PYTHON := for python in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versi
 	$$python -c "" 2>/dev/null && break; done
 VERSIONS := 3.11 3.12 3.13 3.14 3.15
 MINUTES ?= 10
-# Tests run in this many processes, three a core, since tests wait for processes most of the time; what is about time
-# runs when all else has ended (the marker `alone`). `make test JOBS=0` runs them in one.
+# Tests run in this many processes, three a core, since tests wait for processes most of the time. `make test JOBS=0` runs
+# them in one.
 JOBS ?= 6
 BESIDE := --beside $(JOBS)
 # The suites that have no packages of their own, and that can be collected without those.
@@ -23,8 +23,11 @@ CORE := --ignore=tests/frameworks --ignore=tests/clusters
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 RAY_READY := $(VENV)/.ready-ray
+ALL_READY := $(VENV)/.ready-all
 BENCH_READY := $(VENV)/.ready-bench
 FASTAI := fastai==2.8.12
+LITDATA := litdata==0.2.76
+DLIO := dlio-benchmark==2.0.0
 FRAMEWORKS_WITH_RAY := tests/frameworks/test_ray.py tests/frameworks/test_documentation.py
 
 # Where this is set, every process that a test spawns would compile the package anew.
@@ -33,7 +36,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all matrix test-frameworks test-frameworks-with-ray test-frameworks-without-ray test-services test-ray soak lint typecheck docs bench bench-outsiders gpu compare-loaders build dist clean help
+.PHONY: demo test test-all matrix test-frameworks test-frameworks-with-ray test-frameworks-without-ray test-services test-ray soak lint typecheck mypy pyright docs bench bench-outsiders gpu compare-loaders build dist clean help
 
 demo: $(OWN_READY) ## one training, beside torch's loader: how long it waits, a worker that is killed, a resume
 	$(BIN)/python examples/demo.py
@@ -42,7 +45,7 @@ test: $(READY) ## the tests that are quick; ROOM=transport: those of tests/trans
 	$(BIN)/python -m pytest $(BESIDE) $(if $(ROOM),tests/$(ROOM),$(CORE))
 
 # Not beside each other: frameworks and Ray each start clusters of Ray, and a program takes part in the latest of a machine.
-test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
+test-all: $(ALL_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
 	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest -m "" $(BESIDE) $(CORE)
 	$(BIN)/python -m pytest -m "" tests/frameworks
 	$(BIN)/python -m pytest -m "" tests/clusters
@@ -77,14 +80,18 @@ test-ray: $(RAY_READY) ## workers on the nodes of a Ray cluster: several raylets
 soak: $(READY) ## the soak tests, for MINUTES=10
 	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak $(CORE)
 
-lint: $(READY) ## ruff, its format, what may import what, and how long functions are
+lint: $(READY) ## ruff, its format, what may import what (quick tests too), and how long functions are
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.style
 
-typecheck: $(READY) ## mypy --strict; pyright over a program that uses us, and for how much of the package it knows the type
+typecheck: mypy pyright ## mypy --strict; pyright over a program that uses us, and for how much of the package it knows the type
+
+mypy: $(READY)
 	$(BIN)/mypy
+
+pyright: $(READY)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	@PATH="$(abspath $(BIN)):$$PATH" basedpyright --verifytypes asyncloader --ignoreexternal --outputjson | $(BIN)/python -c \
 		'import json, sys; share = json.load(sys.stdin)["typeCompleteness"]["completenessScore"]; \
@@ -100,16 +107,18 @@ bench: $(BENCH_READY) ## every benchmark in tests/benchmarks, one after the othe
 	@set -e; for script in $$(grep -l '^if __name__ == "__main__"' tests/benchmarks/*.py); do \
 		name=$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m tests.benchmarks.$$name $(ARGS); done
 
-bench-outsiders: $(BENCH_READY) ## other people's benchmarks, by their rules; all rounds go to docs/results (ARGS=--quick for a look)
+bench-outsiders: $(BENCH_READY) ## other people's benchmarks, by their rules; makes docs/outsiders.md (ARGS=--quick for a look)
 	@mkdir -p docs/results
-	$(BIN)/python -m tests.benchmarks.outsiders --json docs/results/outsiders.json $(ARGS)
+	$(BIN)/python -m tests.benchmarks.outsiders --json docs/results/outsiders$(SUFFIX).json $(ARGS)
+	$(BIN)/python docs/draw_outsiders.py docs/results/outsiders*.json
 
 # Ten minutes at most, for a machine that is lent.
 gpu: $(READY) ## on a machine with a GPU: the tests that need one, and copies beside a training; results go to docs/results
 	@$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "there is no GPU"'
 	@mkdir -p docs/results
 	-timeout 240 $(BIN)/python -m pytest -q -m gpu --junitxml=docs/results/gpu-tests.xml tests/wrap tests/transport tests/conformance
-	timeout 330 $(BIN)/python -m tests.benchmarks.device --quick --json docs/results/gpu-device.json
+	-timeout 240 $(BIN)/python -m tests.benchmarks.device --quick --json docs/results/gpu-device.json
+	timeout 120 $(BIN)/python -m tests.benchmarks.outsiders --quick --only imread --json docs/results/gpu-images.json
 
 compare-loaders: $(BENCH_READY) ## what happens to five other loaders and ours when something goes wrong; makes docs/faults.md of it
 	$(BIN)/python -m asyncloader.testing.suite $(addprefix tests.faults.adapters:,Ours Torch Stateful Spdl Nodes Grain) --json docs/results/faults.json
@@ -168,7 +177,15 @@ $(RAY_READY): $(READY)
 	@$(BIN)/pip install --quiet --editable '.[dev,ray]'
 	@touch $@
 
+# Those three at once: each call of pip looks at all packages again.
+$(ALL_READY): $(READY) tests/services/install.sh
+	@bash tests/services/install.sh
+	@$(BIN)/pip install --quiet --editable '.[dev,services,frameworks,ray]'
+	@$(BIN)/pip install --quiet --no-deps $(FASTAI)
+	@touch $@ $(SERVICES_READY) $(FRAMEWORKS_READY) $(RAY_READY)
+
 $(BENCH_READY): $(READY)
 	@echo "installing the loaders that benchmarks compare with into $(VENV)"
 	@$(BIN)/pip install --quiet --editable '.[dev,bench]'
+	@$(BIN)/pip install --quiet --no-deps $(LITDATA) $(DLIO) # without torchvision and TensorFlow: see pyproject.toml
 	@touch $@

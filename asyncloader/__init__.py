@@ -7,7 +7,6 @@ async for batch in loader: ...
 """
 
 import importlib.util
-import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,27 +35,6 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value
         return value
-
-
-class _NamedLastResort(logging.Handler):
-    """Shows warnings of a program that has no handlers for them, under the name of this library.
-
-    Python's own last resort, whose place this one takes, shows the message alone.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record to where Python would, unless the program has a handler for it."""
-        logger: logging.Logger | None = logging.getLogger(record.name)
-        while logger is not None:
-            if any(handler is not self for handler in logger.handlers):
-                return
-            logger = logger.parent if logger.propagate else None
-        if logging.lastResort is not None and record.levelno >= logging.lastResort.level:
-            named = logging.makeLogRecord({**vars(record), "msg": f"asyncloader: {record.getMessage()}", "args": None})
-            logging.lastResort.handle(named)
-
-
-logging.getLogger(__name__).addHandler(_NamedLastResort())
 
 
 def __dir__() -> list[str]:

@@ -10,9 +10,9 @@ import bisect
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import ConcatDataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Subset
 
-from asyncloader.protocols import has_async_face, has_method, is_async, members, probe
+from asyncloader.protocols import has_async_face, has_method, members, probe
 
 
 def sample_method(dataset: Any) -> Callable[[Any], Any]:
@@ -25,8 +25,6 @@ def sample_method(dataset: Any) -> Callable[[Any], Any]:
         return lambda key: inner(dataset.indices[key])
     if isinstance(dataset, ConcatDataset) and kind.__getitem__ is ConcatDataset.__getitem__:
         return _concatenated(dataset, [sample_method(each) for each in dataset.datasets])
-    if isinstance(dataset, StackDataset) and kind.__getitem__ is StackDataset.__getitem__:
-        return _stacked(dataset.datasets)
     if has_async_face(dataset) and has_method(dataset, "getitem"):
         return dataset.getitem  # type: ignore[no-any-return]
     get_samples = batch_method(dataset)
@@ -46,17 +44,11 @@ async def resolved(value: Any) -> Any:
 
 
 def batch_method(dataset: Any) -> Callable[[Any], Any] | None:
-    """Return the function that fetches the samples of a batch together, if the dataset has one.
-
-    torch's wrappers have one of their own that calls ``__getitem__`` for each sample where what they wrap has none; for
-    an async dataset it would make all coroutines of a batch at once, or measure the length of one.
-    """
+    """Return the function that fetches the samples of a batch together, if the dataset has one."""
     kind = type(dataset)
     if isinstance(dataset, Subset) and kind.__getitems__ is Subset.__getitems__:
         inner = batch_method(dataset.dataset)
         return None if inner is None else lambda keys: inner([dataset.indices[key] for key in keys])
-    if isinstance(dataset, StackDataset) and kind.__getitems__ is StackDataset.__getitems__ and is_async(dataset):
-        return None
     if has_async_face(dataset):
         method = probe(dataset, "getitems") if has_method(dataset, "getitems") else None
         return method if callable(method) else None
@@ -72,12 +64,3 @@ def _concatenated(dataset: Any, parts: list[Callable[[Any], Any]]) -> Callable[[
         return parts[part](number - (dataset.cumulative_sizes[part - 1] if part else 0))
 
     return get
-
-
-def _stacked(datasets: Any) -> Callable[[Any], Any]:
-    """Return what puts a sample together of those of several datasets, each of which may have to be awaited."""
-    if isinstance(datasets, dict):
-        named = {name: sample_method(each) for name, each in datasets.items()}
-        return lambda key: {name: get(key) for name, get in named.items()}
-    unnamed = [sample_method(each) for each in datasets]
-    return lambda key: tuple(get(key) for get in unnamed)

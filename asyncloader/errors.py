@@ -45,10 +45,15 @@ class AsyncLoaderError(Exception):
     """Base of all errors of this package. No url in a message has its login or signature: see :func:`redacted`.
 
     They can be pickled: each can be made of its message alone, and gets its attributes afterwards.
+
+    Args:
+        args: The message.
+        facts: The attributes that errors of its kind have.
     """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **facts: Any) -> None:
         super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
+        vars(self).update(facts)
 
 
 class ConfigurationError(AsyncLoaderError, ValueError):
@@ -72,14 +77,10 @@ class BatchTimeoutError(AsyncLoaderError, TimeoutError, RuntimeError):
         stack: Python stack of that worker at the moment of the timeout; may be empty.
     """
 
-    def __init__(
-        self, message: str, *, timeout_s: float = 0.0, keys: Any = None, pid: int | None = None, stack: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.timeout_s = timeout_s
-        self.keys = keys
-        self.pid = pid
-        self.stack = stack
+    timeout_s: float = 0.0
+    keys: Any = None
+    pid: int | None = None
+    stack: str = ""
 
 
 class StateMismatchError(AsyncLoaderError, ValueError, AssertionError):
@@ -105,8 +106,8 @@ class StateMismatchError(AsyncLoaderError, ValueError, AssertionError):
 class InternalError(AsyncLoaderError, RuntimeError):
     """Something in asyncloader itself has failed, which no dataset, option or machine is to blame for.
 
-    The error ends the run for all consumers, and its workers. ``__cause__`` is the exception that was raised. The
-    loader can be used again.
+    The error ends the run for all consumers, and its workers. ``__cause__`` is the exception that was raised, and a
+    note has the last events of the run. The loader can be used again.
     """
 
 
@@ -128,14 +129,10 @@ class WorkerDiedError(WorkerError):
         output: The text that :mod:`faulthandler` wrote before the end; may be empty.
     """
 
-    def __init__(
-        self, message: str, *, pid: int = -1, exitcode: int | None = None, keys: Sequence[Any] = (), output: str = ""
-    ):
-        super().__init__(message)
-        self.pid = pid
-        self.exitcode = exitcode
-        self.keys: list[Any] = list(keys)
-        self.output = output
+    pid: int = -1
+    exitcode: int | None = None
+    keys: Sequence[Any] = ()
+    output: str = ""
 
 
 MAIN_IS_IMPORTED = (
@@ -156,24 +153,14 @@ Workers that are not forked (spawn, or the fork server, which is the default fro
 again, to find the classes and functions in it; what trains must not run then."""
 
 
-def describe_keys(keys: Any, around: int | None = None) -> str:
-    """Write the indices of one batch for a message, shortened if there are many.
-
-    Args:
-        keys: As the sampler gave them.
-        around: Position of an index that is shown with its neighbours; None for the first ones of the batch.
-    """
+def describe_keys(keys: Any) -> str:
+    """Write the indices of one batch, as the sampler gave them, for a message: the first ones and the last."""
     if not isinstance(keys, (list, tuple)):
         return _describe_key(keys)
     if len(keys) <= _KEYS_SHOWN:
         return f"[{', '.join(map(_describe_key, keys))}]"
-    last = len(keys) - 1
-    near = range(_KEYS_SHOWN - 2) if around is None else (0, around - 1, around, around + 1)
-    shown, words, before = sorted({*near, last} & set(range(len(keys)))), list[str](), -1
-    for position in shown:
-        words += ["..."] * (position > before + 1) + [_describe_key(keys[position])]
-        before = position
-    return f"[{', '.join(words)}] ({len(keys)} indices)"
+    first = ", ".join(map(_describe_key, keys[: _KEYS_SHOWN - 2]))
+    return f"[{first}, ..., {_describe_key(keys[-1])}] ({len(keys)} indices)"
 
 
 def _describe_key(key: Any) -> str:
@@ -280,13 +267,14 @@ def describe_batch(keys: Any, worker: int, pid: int | None) -> str:
     return f"The awaited batch {which}; worker {worker} (pid {pid}) has it."
 
 
-def internal(error: BaseException) -> InternalError:
-    """Build the error for an exception in a place where none should come from."""
+def internal(error: BaseException, events: str) -> InternalError:
+    """Build the error for an exception in a place where none should come from, after these events."""
     made = InternalError(
         f"asyncloader itself has failed ({type(error).__name__}: {error}). This run cannot go on, and its workers are "
         "ended; iter(loader) begins a new run. This is a bug in asyncloader: please report it, with the traceback "
         "above and the versions of Python, torch and asyncloader."
     )
+    made.add_note(f"The last events of the run: {events}")
     made.__cause__ = error
     return made
 

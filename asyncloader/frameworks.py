@@ -15,8 +15,8 @@ def name_options(init: Any, options: Mapping[str, inspect.Parameter]) -> None:
     if not isinstance(init, FunctionType):
         return
     signature = inspect.signature(init)
-    *named, last = signature.parameters.values() or [None]
-    if last is None or last.kind is not inspect.Parameter.VAR_KEYWORD:
+    *named, last = signature.parameters.values()
+    if last.kind is not inspect.Parameter.VAR_KEYWORD:
         return
     added = [parameter for name, parameter in options.items() if name not in signature.parameters]
     init.__dict__["__signature__"] = signature.replace(parameters=[*named, *added, last])
@@ -72,39 +72,3 @@ class AskedByAccelerate:
                 stacklevel=2,
             )
         return False
-
-
-class ReadByRay:
-    """`worker_init_fn`, which Ray Train reads only where it builds torch's loader in place of this one: time to warn.
-
-    Others read it too, ours once in a run over the data, so it is told by its module who reads; but only where Ray
-    Train has been imported. A data descriptor, or the loader's own value would go before it.
-    """
-
-    def __set_name__(self, ours: type, name: str) -> None:
-        self._ours = ours
-
-    def __get__(self, loader: Any, owner: type) -> Any:
-        if loader is None:
-            return self
-        if "ray.train.torch" in sys.modules:
-            reader = sys._getframe(1).f_globals
-            # Anything but torch's was put there by somebody who knows what it does.
-            is_ray = reader.get("__name__", "").startswith("ray.train.")
-            if is_ray and reader.get("DataLoader") in self._ours.__bases__:
-                warnings.warn(
-                    "Ray Train builds a torch DataLoader in place of this one, and asyncloader is not used. To keep "
-                    "it, make it with sampler=DistributedSampler(dataset), and write: "
-                    "ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False)",
-                    stacklevel=4,  # past prepare_data_loader, and the function within that builds
-                )
-        try:
-            return vars(loader)["worker_init_fn"]
-        except KeyError:
-            raise AttributeError("worker_init_fn is not set: __init__ was not called") from None
-
-    def __set__(self, loader: Any, value: Any) -> None:
-        vars(loader)["worker_init_fn"] = value
-
-    def __delete__(self, loader: Any) -> None:
-        del vars(loader)["worker_init_fn"]

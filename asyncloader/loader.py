@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from asyncloader.checks import as_bytes, checked, no_word
+from asyncloader.checks import no_word
 from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
 from asyncloader.epochs import as_number
 from asyncloader.errors import ConfigurationError
-from asyncloader.frameworks import AskedByAccelerate, ReadByRay, name_options, warn_of_lost_state
+from asyncloader.frameworks import AskedByAccelerate, name_options, warn_of_lost_state
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import (
@@ -120,20 +120,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_workers: How many ``num_workers="auto"`` may come to. By default as many as there are cores
             for this process (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many
             there are); four times that while workers mostly wait.
-        max_worker_memory: Renew each worker that holds more than so many bytes of its own, as a number or as "4GB", for
-            libraries that leak; memory that it shares with the trainer or with other workers does not count. It
-            finishes the batches that it has in hand, and another process is started in its place, while the other
-            workers go on. Nothing is lost, and nothing else changes. For worker processes of map-style datasets.
+        max_worker_memory: Renew each worker that holds more than so many bytes of its own, for libraries that leak;
+            memory that it shares with the trainer or with other workers does not count. It finishes the batches that it
+            has in hand, and another process is started in its place, while the other workers go on. Nothing is lost,
+            and nothing else changes. For worker processes of map-style datasets.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
     """
 
     _is_accelerate_prepared = AskedByAccelerate()
-    worker_init_fn: Any = ReadByRay()
     num_workers: int | AutoWorkers
 
-    @checked
     def __init__(
         self,
         dataset: Dataset[T_co] | AsyncDataset[T_co] | AsyncBatchDataset[T_co] | AsyncIterableDataset[T_co],
@@ -168,7 +166,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
         max_workers: int | None = None,
-        max_worker_memory: int | str | None = None,
+        max_worker_memory: int | None = None,
     ) -> None:
         self.worker_backend = worker_backend
         num_workers = _brought(worker_backend, num_workers)
@@ -187,7 +185,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.max_retries: int = max_retries
         self.seeding_rank: int | None = seeding_rank
         self.max_workers = max_workers
-        self.max_worker_memory: int | str | None = max_worker_memory
+        self.max_worker_memory: int | None = max_worker_memory
         self.trace: str | PathLike[str] | None = trace
         self._loader_options()  # which are checked
         self._runs = Runs()
@@ -210,15 +208,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         _import_iterators()
         options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED}
-        options["max_worker_memory"] = as_bytes("max_worker_memory", self.max_worker_memory)
         if last is not None and all(getattr(last, name) is option for name, option in options.items()):
             return last
         return Options(**options)
 
     def _changed_options(self) -> str:
         """Write down our options that are not at their defaults."""
-        now = {name: getattr(self, name) for name in OPTIONS}
-        return ", ".join(f"{name}={now[name]!r}" for name in OPTIONS if now[name] != OPTIONS[name].default)
+        chosen = ((name, getattr(self, name), each.default) for name, each in OPTIONS.items())
+        return ", ".join(f"{name}={now!r}" for name, now, default in chosen if now != default)
 
     def __iter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data: workers start, and the first batches are being made when this returns."""
@@ -236,6 +233,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             iterator = self._make_iterator(wait_for_start=False)
             if self.persistent_workers:
                 self._iterator = iterator
+        iterator.face = "async for"
         return cast("BaseIterator[T_co]", iterator)
 
     def check_worker_number_rationality(self) -> None:
@@ -277,8 +275,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         else:
             self.check_worker_number_rationality()
             iterator = worker_iterator(self, options, runs, wait_for_start=wait_for_start, state=state)
-        if state is not None and state.left_out:
-            iterator.leave_out(at_once=wait_for_start)
+        if wait_for_start and state is not None and state.left_out:
+            iterator.leave_out()
         runs.loaded = None  # not before: what was left out may have raised
         return iterator
 
@@ -369,12 +367,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if isinstance(self.num_workers, AutoWorkers):
             self.num_workers = AutoWorkers(num_workers)
 
-    def stats(self) -> LoaderStats:
+    def stats(self, *, story: bool = False) -> LoaderStats:
         """Return where the time of the current run over the data went, or has gone so far: see `LoaderStats`.
 
         Takes 20 us, may be called at any time and from any thread, also after the iterator is gone.
+
+        Args:
+            story: With the last events of the engine, for a report of a run that does not go on.
         """
-        return (self._runs.meter or Meter(0, self.num_workers, 0)).stats()
+        return (self._runs.meter or Meter(0, self.num_workers, 0)).stats(story=story)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the newest iterator that is alive is: as of the batches that it has yielded.
@@ -467,7 +468,7 @@ def _accept(
         if batch_size != 1 or drop_last:
             name = type(dataset).__name__
             raise ConfigurationError(
-                f"{name} brings its batches: give batch_size and drop_last to {name}(...), and none to the loader"
+                f"{name} brings its batches: give batch_size to {name}(...), and none to the loader"
             )
         return None, brought
     return dataset.make_sampler(), None

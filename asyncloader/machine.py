@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+HAS_WORKER_PROCESSES = hasattr(os, "pidfd_open")
+"""Whether the kernel says when a process ends that may be nobody's child. macOS does not."""
+
 _KIB = 1024
 _UNLIMITED_BYTES = 1 << 60
 _UNLIMITED_CORES = 1e6

@@ -10,20 +10,29 @@ from __future__ import annotations
 import inspect
 import math
 import multiprocessing
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.context import BaseContext
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
-from asyncloader.checks import Least, at_least, check_of, no_word, says_auto
+from asyncloader.checks import at_least, no_word, one_of
 from asyncloader.errors import ConfigurationError
-from asyncloader.machine import cores_of_rank
-from asyncloader.protocols import SuppliesKeys, WorkerProvider, is_async, is_stateful, makes_processes, probe
+from asyncloader.machine import HAS_WORKER_PROCESSES, cores_of_rank
+from asyncloader.protocols import (
+    SuppliesKeys,
+    WorkerProvider,
+    is_async,
+    is_stateful,
+    makes_processes,
+    probe,
+    stacks_awaited,
+)
 
 Scheduling = Literal["static", "dynamic"]
 Seeding = Literal["batch", "worker", "sample"]
@@ -45,14 +54,43 @@ FIRST_WORKERS = 2
 _WAITING_PER_CORE = 4
 """Workers that mostly wait may be so many for each core, unless ``max_workers`` says otherwise."""
 
-_MEMORY = Least(16 << 20, ' (bytes; or with a unit, such as "4GB")')
-"""Every worker takes more bytes than that: who asks for less means another unit."""
-
 _STATM = Path("/proc/self/statm")
 """How much memory a process has: see `asyncloader.observe.private`."""
 
-_KEPT = "kept"
-"""In the type of an option: workers that are there keep what they were started with."""
+_WORDS = {
+    "scheduling": Scheduling,
+    "seeding": Seeding,
+    "on_error": OnError,
+    "on_timeout": OnTimeout,
+    "on_crash": OnCrash,
+}
+_LEAST = {
+    "concurrency": 1,
+    "seeding_rank": 0,
+    "max_buffered_bytes": 0,
+    "max_retries": 0,
+    "snapshot_every_n_steps": 0,
+    "max_workers": 1,
+    "max_worker_memory": 16 << 20,
+}
+"""Every worker takes more memory than that: less is meant in another unit than bytes."""
+
+_KEPT_BY_WORKERS = (
+    "num_workers",
+    "collate_fn",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "concurrency",
+    "seeding",
+    "on_error",
+    "on_timeout",
+    "on_crash",
+    "worker_backend",
+    "snapshot_every_n_steps",
+    "max_workers",
+    "max_worker_memory",
+)
+"""Workers that are there keep what they were started with."""
 
 
 OF_WORKERS = frozenset(
@@ -80,7 +118,7 @@ def first_workers(num_workers: Any, max_workers: int | None) -> Any:
     Raises:
         ConfigurationError: if the options do not go together.
     """
-    is_auto = says_auto(num_workers) or isinstance(num_workers, AutoWorkers)
+    is_auto = num_workers == "auto" or isinstance(num_workers, AutoWorkers)
     if max_workers is not None:
         at_least("max_workers", max_workers, least=1)
         if not is_auto:
@@ -120,32 +158,32 @@ class Options:
     index_sampler: Any
     batch_size: int | None
     auto_collation: bool
-    num_workers: Annotated[int, _KEPT]
-    collate_fn: Annotated[Any, _KEPT]
+    num_workers: int
+    collate_fn: Any
     drop_last: bool
     timeout: float
-    worker_init_fn: Annotated[Callable[[int], None] | None, _KEPT]
-    multiprocessing_context: Annotated[BaseContext | None, _KEPT]
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: BaseContext | None
     generator: torch.Generator | None
     prefetch_factor: int | None
     persistent_workers: bool
     in_order: bool
 
-    concurrency: Annotated[int | None, Least(1), _KEPT]
+    concurrency: int | None
     scheduling: Scheduling
-    seeding: Annotated[Seeding, _KEPT]
-    seeding_rank: Annotated[int | None, Least(0)]
-    max_buffered_bytes: Annotated[int, Least(0)]
-    on_error: Annotated[OnError, _KEPT]
+    seeding: Seeding
+    seeding_rank: int | None
+    max_buffered_bytes: int
+    on_error: OnError
     max_errors: int | float | None
-    on_timeout: Annotated[OnTimeout, _KEPT]
-    on_crash: Annotated[OnCrash, _KEPT]
-    max_retries: Annotated[int, Least(0)]
-    worker_backend: Annotated[WorkerBackend | WorkerProvider, _KEPT]
+    on_timeout: OnTimeout
+    on_crash: OnCrash
+    max_retries: int
+    worker_backend: WorkerBackend | WorkerProvider
     trace: str | PathLike[str] | None
-    snapshot_every_n_steps: Annotated[int | None, Least(0), _KEPT]
-    max_workers: Annotated[int | None, Least(1), _KEPT]
-    max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
+    snapshot_every_n_steps: int | None
+    max_workers: int | None
+    max_worker_memory: int | None
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -159,6 +197,12 @@ class Options:
         derive = object.__setattr__
         if self.provider is None and not makes_processes(self.multiprocessing_context):
             derive(self, "worker_backend", "thread")
+        if self.worker_backend == "process" and self.has_workers and not HAS_WORKER_PROCESSES:
+            derive(self, "worker_backend", "thread")
+            warnings.warn(
+                "the workers of this loader are threads: worker processes need Linux, whose kernel says when one ends",
+                stacklevel=2,
+            )
         derive(self, "is_iterable", isinstance(self.dataset, IterableDataset))
         derive(self, "is_async", awaits)
         derive(self, "samples_at_once", samples)
@@ -174,6 +218,11 @@ class Options:
             raise ConfigurationError(
                 "data pipes cannot be divided among threads: torch finds the pipes of a graph by a hook that all "
                 'threads of a process share. Use worker_backend="process"'
+            )
+        if stacks_awaited(self.dataset):
+            raise ConfigurationError(
+                "torch's StackDataset awaits none of the samples that it puts together: write a dataset whose `async "
+                "def __getitem__` awaits those of its parts (asyncio.gather)"
             )
         if inspect.iscoroutinefunction(self.collate_fn):
             raise ConfigurationError(
@@ -288,8 +337,7 @@ class Options:
 
         Where a worker process makes several at once, those that enter a `sample_seed` block are seeded there.
         """
-        is_thread = self.num_workers > 0 and self.is_in_process
-        return self.knows_places and not (is_thread or self.overlaps)
+        return self.knows_places and not (self._is_threaded or self.overlaps)
 
     @property
     def seeds_generators(self) -> bool:
@@ -303,9 +351,17 @@ class Options:
 
     @property
     def shares_generators(self) -> bool:
-        """Whether samples that overlap share the generators, with each other (threads) or with the trainer."""
-        is_promised = self.overlaps and self.seeding != "worker" and not self.is_iterable
-        return is_promised and not self.seeds_overlapping
+        """Whether samples that are made at the same time share the generators, with each other or with the trainer.
+
+        Worker threads do, whatever they are asked for.
+        """
+        is_promised = self.seeding != "worker" and not self.is_iterable
+        return self._is_threaded or (self.overlaps and is_promised and not self.seeds_overlapping)
+
+    @property
+    def _is_threaded(self) -> bool:
+        """Whether workers are threads."""
+        return self.num_workers > 0 and self.is_in_process
 
     @property
     def start_context(self) -> BaseContext:
@@ -334,17 +390,18 @@ class Options:
         size = self.batch_size or probe(self.batch_sampler, "batch_size")
         return size if isinstance(size, int) and size > 0 else _UNKNOWN_BATCH_SIZE
 
-    def _check_collation(self) -> None:
-        """Let a batch sampler that plans what a batch looks like refuse a `collate_fn` that makes it otherwise."""
-        if callable(check := probe(self.batch_sampler, "check_collation")):
-            check(self.collate_fn)
-
     def _check_options(self) -> None:
         no_word(self.num_workers)
-        for name, check in _CHECKS.items():
-            check(name, getattr(self, name))
+        for name, words in _WORDS.items():
+            one_of(name, getattr(self, name), words)
+        if self.provider is None:
+            one_of("worker_backend", self.worker_backend, WorkerBackend)
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) is not None or name in ("max_buffered_bytes", "max_retries"):
+                at_least(name, value, least=least)
         self._check_max_errors()
-        self._check_collation()
+        if callable(check := probe(self.batch_sampler, "check_collation")):
+            check(self.collate_fn)  # a batch sampler that plans batches may refuse one that makes others of them
         if self.on_timeout != "raise" and self.num_workers and not self.timeout:
             raise ConfigurationError(
                 f"on_timeout={self.on_timeout!r} is for what takes longer than timeout, which is 0, so nothing ever "
@@ -382,9 +439,3 @@ class Options:
 
 ASKED = tuple(each.name for each in fields(Options) if each.init)
 """What is asked for; the other fields follow from it."""
-
-_TYPES = {name: kind for name, kind in get_type_hints(Options, include_extras=True).items() if name in ASKED}
-
-_CHECKS = {name: _check for name, kind in _TYPES.items() if (_check := check_of(kind)) is not None}
-
-_KEPT_BY_WORKERS = tuple(name for name, kind in _TYPES.items() if _KEPT in getattr(kind, "__metadata__", ()))

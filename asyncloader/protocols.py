@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from itertools import repeat
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -100,6 +101,14 @@ def is_resource(thing: Any) -> bool:
     """
     kind = type(thing)
     return _defines(kind, "__aenter__") and _defines(kind, "__aexit__") and bool(probe(thing, "is_remote", True))
+
+
+def answers_of(iterator: Iterator[T_co]) -> Iterator[T_co]:
+    """Return an iterator that asks another one, and does not iterate over it: ``for`` and `islice` do so each time.
+
+    Some iterators begin anew then: those of samplers that are their own iterators, as lhotse's are.
+    """
+    return map(next, repeat(iterator))
 
 
 _OF_NOBODY = "_asyncloader_asks_whether_you_have_every_attribute"
@@ -207,13 +216,19 @@ def members(dataset: Any) -> Iterator[Any]:
             rest += member.datasets
 
 
+def _within(dataset: Any, method: str) -> Any:
+    """Return the dataset whose method it is: that in torch's Subset, unless a subclass has its own."""
+    while isinstance(dataset, Subset) and getattr(type(dataset), method) is getattr(Subset, method):
+        dataset = dataset.dataset
+    return dataset
+
+
 def is_collated(dataset: Any) -> bool:
     """Whether ``__getitems__`` of the dataset returns a batch: the dataset says ``collated = True``.
 
     torch's Subset returns what the dataset in it does.
     """
-    if isinstance(dataset, Subset):
-        return type(dataset).__getitems__ is Subset.__getitems__ and is_collated(dataset.dataset)
+    dataset = _within(dataset, "__getitems__")
     return probe(dataset, "collated") is True and callable(probe(dataset, "__getitems__"))
 
 
@@ -222,16 +237,12 @@ def seeds_samples(dataset: Any) -> bool:
 
     The dataset says ``seeds_samples = True``: it draws nothing, or in `sample_seed` blocks with the sample's position.
     """
-    if isinstance(dataset, Subset):
-        return type(dataset).__getitems__ is Subset.__getitems__ and seeds_samples(dataset.dataset)
-    return probe(dataset, "seeds_samples") is True
+    return probe(_within(dataset, "__getitems__"), "seeds_samples") is True
 
 
 def has_samples(dataset: Any) -> bool:
     """Whether the dataset gives single samples, and not batches alone; that of a Subset, if it is one."""
-    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
-        return has_samples(dataset.dataset)
-    getitem = getattr(type(dataset), "__getitem__", None)
+    getitem = getattr(type(_within(dataset, "__getitem__")), "__getitem__", None)
     return getitem is not None and getitem is not Dataset.__getitem__
 
 
@@ -274,15 +285,23 @@ def has_async_face(dataset: Any) -> bool:
     return bool(probe(dataset, "is_remote", True))
 
 
-def _is_async_itself(dataset: Any) -> bool:
-    kind = type(dataset)
+def stacks_awaited(dataset: Any) -> bool:
+    """Whether torch's StackDataset puts samples together, in it, that would have to be awaited before."""
+    stacks = [member for member in members(dataset) if isinstance(member, StackDataset)]
+    return any(_awaits(part) for stack in stacks for part in members(stack))
+
+
+def _awaits(dataset: Any) -> bool:
+    """Whether samples of the dataset have to be awaited, or are better awaited."""
     return (
         has_async_face(dataset)
-        or reads_async(dataset)
-        or inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
+        or inspect.iscoroutinefunction(getattr(type(dataset), "__getitem__", None))
         or inspect.iscoroutinefunction(probe(dataset, "__getitems__"))
-        or is_resource(dataset)
     )
+
+
+def _is_async_itself(dataset: Any) -> bool:
+    return _awaits(dataset) or reads_async(dataset) or is_resource(dataset)
 
 
 class SuppliesKeys(Dataset[T_co]):
@@ -312,13 +331,9 @@ class SuppliesKeys(Dataset[T_co]):
 def namer(dataset: Any, *, of_batches: bool) -> Callable[[Any], Any]:
     """Return a function of the keys of a batch, or of the key of one sample, that returns what these are called."""
     if not isinstance(dataset, SuppliesKeys):
-        return _as_they_are
+        return lambda keys: keys
     name = dataset.name
     return (lambda keys: [*map(name, keys)] if isinstance(keys, (list, tuple)) else keys) if of_batches else name
-
-
-def _as_they_are(keys: Any) -> Any:
-    return keys
 
 
 class ArrivingKeys(Protocol):

@@ -18,7 +18,6 @@ from typing import Any
 # Those of the module `signal` make enumerations of all that they are given and return, which takes ten times as long.
 _get, _set = _signal.getsignal, _signal.signal
 _ALL = tuple(map(int, signal.valid_signals()))
-_known: tuple[list[Any], list[int]] = [], []  # handlers of all signals, and those of them that are to wait
 _waiting: list[HandlersWait] = []  # of the main thread, the innermost last
 
 
@@ -75,7 +74,10 @@ class HandlersWait:
                 self._error = error
         if (raised := self._error) is not None:
             self._error = None
-            raise raised
+            try:
+                raise raised
+            finally:
+                del raised  # whose frames have this one: what else they hold, a lease for example, would stay as long
 
     def _set_again(self) -> None:
         while self._handlers:
@@ -94,18 +96,13 @@ class HandlersWait:
 
 
 def _with_handlers() -> list[int]:
-    """Return the signals whose handlers are to wait: those of Python. Mostly they are those of the last call."""
-    global _known
-    handlers, (before, found) = [*map(_get, _ALL)], _known
-    if handlers != before:
-        # The handler that asyncio and uvloop set does nothing; they hear of signals in another way.
-        found = [
-            number
-            for number, handler in zip(_ALL, handlers, strict=True)
-            if callable(handler) and not getattr(handler, "__name__", "").endswith("sighandler_noop")
-        ]
-        _known = handlers, found
-    return found
+    """Return the signals whose handlers are to wait: those of Python."""
+    # The handler that asyncio and uvloop set does nothing; they hear of signals in another way.
+    return [
+        number
+        for number in _ALL
+        if callable(handler := _get(number)) and not getattr(handler, "__name__", "").endswith("sighandler_noop")
+    ]
 
 
 @contextlib.contextmanager

@@ -11,37 +11,20 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from itertools import takewhile
 from types import FrameType
 
 _OWN = re.compile(re.escape(os.sep).join(["asyncloader", "(worker|backends|messages|ray)", ""]))
-_STANDARD = os.path.dirname(os.__file__) + os.sep
-_HEAD = re.compile(r"(Current t|T)hread\b.*\(most recent call first\):$")
-_LEFT_OUT = "  (frames of asyncloader, and of what started the worker, are left out)"
+_LOADERS = re.compile(rf"^  File .*{_OWN.pattern}.*\n(  .*\n?)*", re.MULTILINE)
+_LEFT_OUT = "  (frames of asyncloader, and of what started the worker, are left out)\n"
 
 
 def shorten(text: str) -> str:
-    """Return what faulthandler wrote without the loader's frames, and without threads that have no others.
+    """Return what faulthandler wrote; of each stack, without the loader's frames, and what is below them.
 
-    Text beside the stacks stays as it is; so does a text in which no stack has a frame of the user's.
+    A text that would have no frame left stays as it is.
     """
-    lines, shown, has_users, at = text.splitlines(), list[str](), False, 0
-    while at < len(lines):
-        head, at = lines[at], at + 1
-        if not _HEAD.match(head):
-            shown.append(head)
-            continue
-        frames = list(takewhile(lambda line: line.startswith("  "), lines[at:]))
-        at += len(frames)
-        users = list(takewhile(lambda line: not _OWN.search(line), frames))
-        if len(users) == len(frames):
-            shown += [head, *frames]
-        elif not all(_STANDARD in line and "-packages" not in line for line in users):
-            has_users = True
-            shown += [head, *users, _LEFT_OUT]
-        elif at < len(lines) and not lines[at]:  # the empty line behind a stack
-            at += 1
-    return "\n".join([*shown, ""]) if has_users else text
+    shown = _LOADERS.sub(_LEFT_OUT, text)
+    return shown if '  File "' in shown else text
 
 
 def stack_of(frame: FrameType | None) -> str:

@@ -19,12 +19,37 @@ from matplotlib.axes import Axes
 
 DOCS = Path(__file__).resolve().parent
 BEGIN, END = "<!-- overview: begin -->\n", "<!-- overview: end -->\n"
-LOWER_IS_BETTER = {"ms"}
+LOWER_IS_BETTER = {"ms", "s"}
+NOT_SHOWN = {"memory", "system", "torch threads"}  # of the machine; they are in the file
 IN_FLIGHT = re.compile(r"samples that wait, (\d+) in flight")
 WAIT_S = 0.02
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 SIDE_IN = 0.105  # how high a loader's line is, so that no two marks of a load touch
-COLORS = {"asyncloader": "#2563eb", "torch": "#0f172a", "StatefulDataLoader": "#78716c", "SPDL": "#d97706"}
+COLORS = {
+    "asyncloader": "#2563eb",
+    "torch": "#0f172a",
+    "StatefulDataLoader": "#78716c",
+    "SPDL": "#d97706",
+    "turboloader": "#be123c",
+    "datago": "#7e22ce",
+    "dataloader-rs": "#9a3412",
+    "litdata": "#0f766e",
+}
+MARKERS = {  # of a family, or of a variant of its loader
+    "turboloader": "X",
+    "datago": "p",
+    "dataloader-rs": "h",
+    "litdata": "<",
+    "unordered": "s",
+    "async for": "D",
+    "async": "D",
+    "threads": "^",
+    "drop-in": "v",
+    "processes": "o",
+    "persistent workers": "d",
+    "no workers": "s",
+    "SharedList": "D",
+}
 
 
 def number(value: float) -> str:
@@ -47,26 +72,17 @@ def loads(report: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
 def style(name: str) -> tuple[str, str]:
     """Return colour and marker of a loader: ours blue, filled; each family one colour; no two look alike in grey."""
     family = next((key for key in COLORS if name.startswith(key)), "")
-    marker = {
-        "": "o",
-        "unordered": "s",
-        "async for": "D",
-        "threads": "^",
-        "drop-in": "v",
-        "async": "D",
-        "processes": "o",
-    }
     if not family and "alone" in name:  # no loader: the bound
         return "#64748b", "*"
     if not family:  # Grain
         return "#15803d", "P"
-    return COLORS[family], marker.get(name.partition(", ")[2], "o")
+    return COLORS[family], MARKERS.get(family) or MARKERS.get(name.partition(", ")[2], "o")
 
 
 def draw_load(axis: Axes, top: int, unit: str, sides: dict[str, Any]) -> dict[str, Any]:
-    """One load: for each loader but torch's, a line below the one before; return what the legend shows of them."""
+    """One load: for each loader but the first, a line below the one before; return what the legend shows of them."""
     seen: dict[str, Any] = {}
-    for at, name in enumerate((name for name in sides if name != "torch"), 1):
+    for at, name in enumerate(list(sides)[1:], 1):
         ratios = sides[name]["ratio"]["all"]
         if unit in LOWER_IS_BETTER:
             ratios = [1 / ratio for ratio in ratios]
@@ -79,10 +95,10 @@ def draw_load(axis: Axes, top: int, unit: str, sides: dict[str, Any]) -> dict[st
     return seen
 
 
-def draw_ratios(report: dict[str, Any], picture: Path) -> None:
-    """A row for each load, a dot for each loader: its ratio to torch, which is 1, and a bar over all rounds."""
+def draw_ratios(report: dict[str, Any], picture: Path, first: str) -> None:
+    """A row for each load, a dot for each loader: its ratio to the first, which is 1, and a bar over all rounds."""
     rows = {title: found for title, found in loads(report).items() if not IN_FLIGHT.fullmatch(title)}
-    lines = sum(len(sides) for _, sides in rows.values())  # torch's, which has no dots, parts a load from the next
+    lines = sum(len(sides) for _, sides in rows.values())  # the first, which has no dots, parts a load from the next
     figure, axis = pyplot.subplots(figsize=(8.2, SIDE_IN * lines + 1.2), layout="constrained")
     seen: dict[str, Any] = {}
     top, middles = 0, []
@@ -99,10 +115,8 @@ def draw_ratios(report: dict[str, Any], picture: Path) -> None:
     shown = [tick for tick in TICKS if low <= tick <= high]
     axis.set_xticks(shown, [f"{tick:g}" for tick in shown], fontsize=9)
     axis.minorticks_off()
-    axis.set_xlabel(
-        "times as fast as torch's DataLoader, which is the line (median of the rounds' ratios; bars: all rounds)",
-        fontsize=9,
-    )
+    label = f"times as fast as {first} (the line): median of the rounds' ratios; bars: all rounds"
+    axis.set_xlabel(label, fontsize=9, loc="right")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
     figure.savefig(picture, dpi=130)
@@ -154,6 +168,8 @@ def matrix(rows: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
     shown = [f"**{name}**" if name.startswith("asyncloader") else name for name in names]
     lines = ["", f"| | {' | '.join(shown)} |", "|---|" + "---:|" * len(names)]
     for title, (unit, sides) in rows.items():
+        if title.endswith(", steady"):
+            continue  # what the last two thirds of an epoch had: in the picture, and the file
         cells = (cell(unit, sides[name]) if name in sides else "" for name in names)
         lines.append(f"| {title[0].upper()}{title[1:]}, {unit} | {' | '.join(cells)} |")
     return lines
@@ -172,7 +188,7 @@ def tables(report: dict[str, Any]) -> str:
     if report["quick"]:
         lines += ["**Short runs**, of three rounds (`--quick`): what lies within their spread says nothing.", ""]
     lines += ["| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in report["machine"].items()]
+    lines += [f"| {name} | {value} |" for name, value in report["machine"].items() if name not in NOT_SHOWN]
     found = loads(report)
     lines += [
         "",
@@ -192,7 +208,7 @@ def tables(report: dict[str, Any]) -> str:
 def main() -> None:
     """Draw the pictures, and put the tables between the marks on the page."""
     report = json.loads(Path(sys.argv[1]).read_text())
-    draw_ratios(report, DOCS / "images" / "benchmarks.png")
+    draw_ratios(report, DOCS / "images" / "benchmarks.png", "torch's DataLoader")
     if any(map(IN_FLIGHT.fullmatch, report["found"])):
         draw_waiting(report, DOCS / "images" / "in_flight.png")
     page = DOCS / "benchmarks.md"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import inspect
 import logging
 import multiprocessing
@@ -23,7 +24,7 @@ import torch
 import torch.testing
 import torch.utils.data
 
-from tests.support import beside, covering, deadlines, effort, small_forks
+from tests.support import beside, covering, deadlines, effort, fork_server, small_forks
 from tests.support.leftovers import Holdings
 from tests.support.nursery import End, Nursery, Program
 
@@ -58,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers used here, and see that a crash of the interpreter tells where."""
+    gc.disable()  # until tests run: what is collected stays, and would be looked through again and again
     config.addinivalue_line("markers", "leaks(reason): what this test leaves behind is not counted, for this reason")
     config.addinivalue_line("markers", "forked(reason): workers are forked, whatever this platform does by default")
     # A module that computes something large while it is collected would start threads, for which forks would wait.
@@ -79,8 +81,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch.testing.assert_close asks whether a tensor is distributed, and imports torch.distributed.tensor and sympy to
     # know: 2 s of CPU time in each process of the tests, and 75 MB whose page tables every later fork copies.
     torch.testing._comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]
-    # Workers of the forkserver then start as fast as forked ones; what is tested is not the import of torch.
-    multiprocessing.set_forkserver_preload(["__main__", "numpy", "torch", "torch.utils.data"])
+    multiprocessing.set_forkserver_preload(fork_server.PRELOAD)
+    if config.option.beside and not config.option.collectonly:
+        # Both import torch, on another core than this process, which collects tests meanwhile.
+        fork_server.start()
+        config.stash[NURSERY] = Nursery()
 
 
 def pytest_asyncio_loop_factories(
@@ -112,15 +117,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """Have one nursery for all processes that run tests, from the first test to the last."""
+    gc.enable()
     torch.set_num_threads(session.config.stash[TORCH_THREADS])
     wanted = any("nursery" in getattr(item, "fixturenames", ()) for item in session.items)
-    if not wanted or session.config.option.collectonly:
-        return (yield)
-    made = session.config.stash[NURSERY] = Nursery()
-    try:
-        return (yield)
-    finally:
-        made.close()
+    if wanted and NURSERY not in session.config.stash and not session.config.option.collectonly:
+        session.config.stash[NURSERY] = Nursery()
+    return (yield)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the nursery."""
+    if (nursery := config.stash.get(NURSERY, None)) is not None:
+        nursery.close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -60,8 +60,8 @@ MUTATIONS = (
     Mutation(
         "the last ticket of a dead worker is blamed, not the first",
         "engine/scheduler.py",
-        "tickets.pop(0), policy",
-        "tickets.pop(), policy",
+        "[tickets.pop(0)], cause",
+        "[tickets.pop()], cause",
         "engine/test_scheduler.py",
     ),
     Mutation(
@@ -81,8 +81,8 @@ MUTATIONS = (
     Mutation(
         "a worker that rests gets its next process although it has one by then",
         "engine/engine.py",
-        "worker not in run.scheduler.active or self._is_there(worker):",
-        "worker not in run.scheduler.active:",
+        "not self._is_at_work or self._is_there(worker) or not",
+        "not self._is_at_work or not",
         "engine/test_engine.py",
     ),
     Mutation(
@@ -214,8 +214,8 @@ MUTATIONS = (
     Mutation(
         "the part of a frame that a socket has taken is sent again",
         "backends/processes/channel.py",
-        "            self._unsent[0] = self._unsent[0][sent:]\n",
-        "            pass\n",
+        "                    unsent[0] = unsent[0][sent:]\n",
+        "                    pass\n",
         "backends/processes/test_channel.py",
     ),
     Mutation(
@@ -424,8 +424,8 @@ MUTATIONS = (
     Mutation(
         "what torchdata had given since its snapshot is given again",
         "loader.py",
-        "        if state is not None and state.left_out:\n",
-        "        if state is not None and state.left_out < 0:\n",
+        "        if wait_for_start and state is not None and state.left_out:\n",
+        "        if wait_for_start and state is not None and state.left_out < 0:\n",
         "stateful/test_torchdata_states.py",
     ),
     Mutation(

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, random_split
 
-from asyncloader import DataLoader
+from asyncloader import ConfigurationError, DataLoader
 from asyncloader.async_face import batch_method, sample_method
 from asyncloader.protocols import is_async
+
+pytestmark = pytest.mark.on_threads
 
 
 class Squares(Dataset[int]):
@@ -74,8 +76,6 @@ def wrapped(dataset: Any) -> dict[str, Any]:
         "Subset of a Subset": Subset(Subset(dataset, range(10)), [7, 2]),
         "random_split": random_split(dataset, [6, 14], torch.Generator().manual_seed(1))[0],
         "ConcatDataset": ConcatDataset([dataset, Subset(dataset, [3, 4])]),
-        "StackDataset": StackDataset(dataset, dataset),
-        "StackDataset by name": StackDataset(a=dataset, b=range(20)),
         "ConcatDataset of a Subset": Subset(ConcatDataset([range(3), dataset]), [4, 1, 22]),
         "a wrapper of the user's": Doubled(dataset, [5, 3]),
     }
@@ -98,7 +98,6 @@ def test_both_faces_give_the_same(kind: Any, name: str, num_workers: int) -> Non
         (Squares, "alone", {"awaited"}),
         (Squares, "Subset of a Subset", {"awaited"}),
         (Squares, "ConcatDataset", {"awaited"}),
-        (Squares, "StackDataset", {"awaited"}),
         (Squares, "a wrapper of the user's", {"plain"}),
         (Batches, "alone", {"batch of 3", "batch of 2"}),
         (Batches, "Subset", {"batch of 3", "batch of 1"}),
@@ -123,3 +122,12 @@ def test_numbers_that_are_none_are_errors_of_the_wrapper() -> None:
     assert asyncio.run(sample_method(concatenated)(-7)) == 0
     with pytest.raises(IndexError):
         sample_method(concatenated)(7)
+
+
+@pytest.mark.parametrize("kind", [Squares, Batches])
+def test_stacks_of_what_is_awaited_are_refused(kind: Any) -> None:
+    """torch's StackDataset would put coroutines together, or block the loop. One that gains nothing is plain."""
+    for stack in (StackDataset(range(20), kind()), StackDataset(a=kind()), Subset(StackDataset(kind()), [1])):
+        with pytest.raises(ConfigurationError, match="StackDataset awaits none of the samples"):
+            DataLoader(stack)
+    assert len(list(DataLoader(StackDataset(Local(), range(20)), batch_size=10))) == 2  # type: ignore[arg-type]

@@ -63,10 +63,6 @@ class Whims:
         """Want the next number."""
         self.num_workers = self.numbers[stats.workers.batches % len(self.numbers)]
 
-    def limit(self, count: int) -> None:
-        """There cannot be so many."""
-        self.num_workers = count
-
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["process", "thread"])
@@ -104,16 +100,11 @@ def test_the_number_is_an_int_that_remembers() -> None:
     assert (loader.num_workers, inside.options(loader).is_auto) == (3, False)
 
 
-@pytest.mark.parametrize("word", ["Auto", "AUTO", "auto ", "atuo"])
-def test_other_words_than_auto_are_refused(word: Any) -> None:
-    """They say what to write, whatever else is asked for, and also where they are set later. Of others torch does."""
-    meant = "Did you mean 'auto'?"
+@pytest.mark.parametrize("word", ["Auto", "4"])
+def test_other_words_than_auto_are_torchs_to_refuse(word: Any) -> None:
+    """In its words."""
     with pytest.raises(TypeError, match="'<' not supported"):
-        DataLoader(Drawing(), num_workers="4")  # type: ignore[arg-type]
-    for options in ({}, {"max_workers": 2}, {"persistent_workers": True}):
-        with pytest.raises(ConfigurationError, match=re.escape(meant)):
-            DataLoader(Drawing(), num_workers=word, **options)
-        assert_refused_later(word, meant, **{**options, "num_workers": "auto"})
+        DataLoader(Drawing(), num_workers=word)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, "auto"])

@@ -142,6 +142,7 @@ def test_a_run_counts_where_nobody_sets_the_epoch_and_so_does_one_that_is_resume
         assert list(itertools.islice(resumed, most)) == taken
 
 
+@pytest.mark.on_threads
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 def test_workers_make_each_epoch_in_its_order(options: dict[str, Any]) -> None:
     """Also persistent ones."""

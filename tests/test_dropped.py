@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -77,6 +79,7 @@ async def aread(loader: Any, num_batches: int) -> None:
             break
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("face", ["for", "async for"])
 @pytest.mark.parametrize("kind", [Noted, NotedAsync])
@@ -93,3 +96,34 @@ def test_a_dataset_goes_with_the_loader(workers: str, kind: type[Noted], face: s
                 asyncio.run(aread(loader, num_batches))
         del loader
         wait_until(lambda: not there)
+
+
+class Late(Noted):
+    """The first sample of the second batch comes late, and the second one raises meanwhile."""
+
+    goes_on, has_raised = threading.Event(), threading.Event()
+
+    def __getitem__(self, key: int) -> int:
+        if key == 2:
+            self.goes_on.wait(20)
+        if key == 3:
+            self.has_raised.set()
+            raise ValueError(key)
+        return key
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("workers", ["concurrency", "threads with concurrency"])
+def test_a_dataset_goes_though_a_batch_that_nobody_waits_for_has_an_error(workers: str) -> None:
+    """The error refers to frames that have the batch, which has the error."""
+    Late.goes_on.clear()
+    Late.has_raised.clear()
+    there = weakref.WeakSet[Noted]()
+    loader: Any = DataLoader(Late(there), batch_size=2, **WORKERS[workers])  # type: ignore[arg-type]
+    for _ in loader:
+        assert Late.has_raised.wait(20)
+        time.sleep(0.05)  # the worker hears of it
+        break
+    del loader
+    Late.goes_on.set()
+    wait_until(lambda: not there)

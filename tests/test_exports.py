@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -124,10 +122,12 @@ def test_other_names_do_not_exist() -> None:
         asyncloader.Dataloader  # noqa: B018
 
 
-def test_workers_import_little() -> None:
+def test_workers_import_little(run: Callable[..., Program]) -> None:
     """Imports go one way; a spawned worker imports nothing of the engine, nor does a main module with our names."""
     script = """
 import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("asyncloader", "uvloop")]:
+    del sys.modules[name]  # as in a process that has torch alone
 engine = ("asyncloader.run.worker_iterator", "asyncloader.engine.engine", "asyncloader.engine.portal", "uvloop")
 import asyncloader.worker.serve
 from asyncloader.typing import AsyncDataset
@@ -135,5 +135,4 @@ print([name for name in engine if name in sys.modules], "asyncloader.loader" in 
 from asyncloader import DataLoader, WorkerDiedError
 print([name for name in engine if name in sys.modules], "asyncloader.loader" in sys.modules)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout == "[] False\n[] True\n"
+    assert run(script).out == "[] False\n[] True\n"

@@ -265,15 +265,6 @@ def test_every_option_of_every_class_with_a_state_is_decided() -> None:
     assert LOADER.keys() == parameters(DataLoader)
 
 
-def test_every_option_of_the_loader_is_in_the_guide() -> None:
-    """Under what a state has to fit, with each class and each option."""
-    text = (Path(__file__).parent.parent / "docs/guides/resume.md").read_text(encoding="utf-8")
-    for name in [*LOADER, *(option for kind in SAMPLERS for option in parameters(kind))]:
-        assert f"`{name}`" in text or f"`{name}=" in text, name
-    for kind in [*SAMPLERS, *TORCHS]:
-        assert kind.__name__ in text
-
-
 def keys_of(batch: Any) -> list[int]:
     return list(batch) if isinstance(batch, list) else [batch]
 

@@ -11,6 +11,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -169,7 +170,12 @@ class Program:
         self.loader.set_epoch(self.epoch)
 
     def current(self) -> tuple[Taken | None, bool]:
-        """Return the iterator that is spoken of, and whether it is another one, perhaps."""
+        """Return the iterator that is spoken of, and whether it is another one, perhaps.
+
+        A wrapper speaks of its newest iterator that is alive, whichever was read last; or of the last one that was.
+        """
+        if self.kind == "taken ahead" and self.taken:
+            return (self.alive or sorted(self.taken, key=attrgetter("gone")))[-1], False
         known = self.taken
         while known:
             newest = known[-1]
@@ -191,6 +197,8 @@ class Program:
         state = self.loader.state_dict()
         current, is_doubtful = self.current()
         place: tuple[int, int] | None = self.loaded
+        if place is not None and self.is_told and self.epoch != place[0]:
+            place = (self.epoch, 0)  # the epoch that was loaded is left: that one begins
         if current is not None and self.loaded is None:
             place = (current.epoch, 0) if current.has_ended else (current.epoch, current.at)
         if current is None and self.loaded is None:
@@ -204,9 +212,9 @@ class Program:
         has_warned = any("two of its iterators" in text for text in self.warnings)
         if rest != self.whole[place[0]][place[1] :] or is_doubtful:
             # The loader sees late that an iterator came to its end which was dropped; others may be gone by then, too.
-            newest = self.taken[-1]
-            is_seen_late = newest.has_ended and newest.iterator is None and len(rest) == BATCHES
-            is_unsaid = is_doubtful and (self.kind == "taken ahead" or is_seen_late)
+            newest = self.taken[-1:]
+            is_seen_late = any(each.has_ended and each.iterator is None for each in newest) and len(rest) == BATCHES
+            is_unsaid = is_doubtful and is_seen_late
             assert has_warned or is_unsaid, (place, rest)
         else:
             self.states.append((state, place))

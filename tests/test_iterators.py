@@ -26,7 +26,7 @@ from asyncloader.errors import LoaderClosedError
 from asyncloader.run import base_iterator
 from asyncloader.run.worker_iterator import WorkerIterator
 from tests.support import inside
-from tests.support.patience import until, wait_until
+from tests.support.patience import Stopwatch, until, wait_until
 
 pytestmark = pytest.mark.on_threads
 
@@ -113,7 +113,6 @@ async def test_an_exception_in_the_body_async(num_workers: int) -> None:
         await loop()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("after", ["start", "batch", "error", "timeout", "StopIteration"])
 def test_a_dropped_iterator_ends_its_workers_by_its_reference_count(after: str) -> None:
     """Whatever was raised before: no cycle keeps the iterator alive, and dropping it does not wait."""
@@ -126,9 +125,9 @@ def test_a_dropped_iterator_ends_its_workers_by_its_reference_count(after: str) 
         if after != "start":
             with contextlib.suppress(ValueError, RuntimeError, TimeoutError):
                 next(iterator)
-        begun = time.monotonic()
+        watch = Stopwatch()
         del iterator
-        assert time.monotonic() - begun < 0.4  # a worker that is at a sample needs 0.5 s
+        assert watch.seconds() < 0.4  # a worker that is at a sample needs 0.5 s
         wait_until(lambda: not any(worker.is_alive() for worker in workers))
 
 
@@ -278,6 +277,26 @@ async def test_aclose_wakes_those_who_wait(num_workers: int) -> None:
             await task
 
 
+@WORKERS
+async def test_an_aclose_that_is_cancelled_has_ended_the_run(num_workers: int) -> None:
+    """As it waits, or before: all threads that the loop has for such things may be busy."""
+    iterator: Any = aiter(numbers(num_workers, 8))
+    await anext(iterator)
+    may_end = threading.Event()
+    loop, executor = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    loop.set_default_executor(executor)
+    busy = loop.run_in_executor(None, may_end.wait, 60.0)
+    closing = asyncio.create_task(iterator.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(LoaderClosedError):
+        await anext(iterator)
+    may_end.set()
+    await busy
+
+
 # ------------------------------------------------------------------------------------------- several at the same time
 
 
@@ -401,8 +420,10 @@ async def taken(iterator: Any, count: int) -> Any:
 
 @WORKERS
 async def test_an_iterator_has_one_face(num_workers: int) -> None:
-    """The first call decides; a call by the other face says so, and costs nothing."""
+    """`aiter` decides, or the first call; a call by the other face says so, and costs nothing."""
     by_for, by_async_for = iter(numbers(num_workers, 8)), aiter(numbers(num_workers, 8))
+    with pytest.raises(RuntimeError, match="read by `async for`, so it cannot be read by `for`"):
+        next(by_async_for)
     seen = [next(by_for).tolist(), (await anext(by_async_for)).tolist()]
     with pytest.raises(RuntimeError, match="read by `for`, so it cannot be read by `async for`"):
         await anext(by_for)
@@ -441,6 +462,25 @@ def test_nobody_waits_for_a_run_that_an_interrupt_has_cut_off() -> None:
         taken = threads.submit(next, iterator)
         with pytest.raises(LoaderClosedError):
             taken.result(SOON_S)
+    assert len(list(loader)) == 20
+
+
+@pytest.mark.parametrize("how", ["an interrupt", "a load"])
+def test_what_was_left_is_not_used_again_before_the_loop_has_closed_it(how: str) -> None:
+    """The thread of the loop is told, and may have something else to do."""
+    sampler = Interrupting() if how == "an interrupt" else None
+    loader: Any = DataLoader(Numbers(), 2, sampler=sampler, num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    may_go_on = threading.Event()
+    get_portal().post(may_go_on.wait, 60.0)
+    if how == "a load":
+        loader.load_state_dict(loader.state_dict())
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    threading.Timer(0.1, may_go_on.set).start()
+    assert iter(loader) is not iterator
     assert len(list(loader)) == 20
 
 

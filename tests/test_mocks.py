@@ -16,6 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler
 from asyncloader import DataLoader
 from asyncloader.protocols import is_async, is_resource, is_stateful, probe
 
+pytestmark = pytest.mark.on_threads
+
 
 class Numbers(Dataset[int]):
     """Eight samples."""

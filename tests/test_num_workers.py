@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -51,6 +52,7 @@ def bits(batch: Any) -> Any:
     return batch[0].tolist(), batch[1].tolist(), batch[2].tolist()
 
 
+@functools.cache
 def expected(dataset: Any = None, epochs: int = 1, **options: Any) -> list[Any]:
     """The batches of one worker that stays."""
     torch.manual_seed(3)
@@ -65,6 +67,7 @@ def wait_for_workers(loader: Any, count: int) -> None:
     wait_until(lambda: loader.stats().num_workers == count)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
 @pytest.mark.parametrize("backend", ["process", "thread"])
 def test_the_data_are_those_of_a_fixed_number(scheduling: Any, backend: Any) -> None:

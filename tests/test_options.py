@@ -88,9 +88,8 @@ def test_the_docstring_names_every_option() -> None:
         ("max_errors", 1.5),
         ("max_errors", True),
         ("max_worker_memory", 500),
-        ("max_worker_memory", "4 apples"),
-        ("max_worker_memory", "-4GB"),
-        ("max_worker_memory", 4.5e9 + 0.5),
+        ("max_worker_memory", "4GB"),
+        ("max_worker_memory", 4e9),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(name: str, value: Any) -> None:
@@ -106,25 +105,6 @@ def test_a_timeout_without_workers_says_what_to_do() -> None:
     loader: Any = DataLoader([1], timeout=3)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=r"timeout=3 is for workers, .* Use num_workers=1, or timeout=0"):
         iter(loader)
-
-
-@pytest.mark.parametrize(
-    ("written", "count"),
-    [
-        ("4GB", 4 * 10**9),
-        ("4 gb", 4 * 10**9),
-        ("1.5G", 15 * 10**8),
-        ("512MiB", 512 << 20),
-        ("99999999", 99999999),
-        (4e9, 4 * 10**9),
-        (1 << 30, 1 << 30),
-    ],
-)
-def test_bytes_may_be_written_with_a_unit(written: Any, count: int) -> None:
-    """As people write them; the loader keeps what it was given."""
-    loader: Any = DataLoader([1], num_workers=1, max_worker_memory=written)  # type: ignore[arg-type]
-    assert loader.max_worker_memory == written
-    assert inside.options(loader).max_worker_memory == count
 
 
 def test_each_option_takes_another_value() -> None:
@@ -213,9 +193,9 @@ def test_workers_that_are_there_keep_what_they_were_started_with() -> None:
     assert both.prefetch == 8
 
 
-def test_a_value_that_is_nearly_right_is_named() -> None:
-    """A slip of the pen."""
-    with pytest.raises(ConfigurationError, match=r"but got 'retyr'\. Did you mean 'retry'\?"):
+def test_the_values_that_there_are_are_named() -> None:
+    """After a slip of the pen."""
+    with pytest.raises(ConfigurationError, match=r"should be one of 'raise', 'retry', 'skip', but got 'retyr'"):
         DataLoader([1], on_crash="retyr")  # type: ignore[arg-type]
 
 

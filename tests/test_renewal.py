@@ -180,7 +180,7 @@ class FastLeak(Dataset[Any]):
     left: ClassVar[list[bytearray]] = []
 
     def __len__(self) -> int:
-        return 160
+        return 100
 
     def __getitem__(self, index: int) -> Any:
         self.left.append(bytearray(b"x" * 4096) * 1024)
@@ -195,7 +195,7 @@ def test_a_fast_leak_is_bounded(num_workers: int, start_method: str) -> None:
     options: Any = {"multiprocessing_context": start_method, "max_worker_memory": bound, "num_workers": num_workers}
     loader = DataLoader(FastLeak(), 2, **options)
     indices, makers, memory = (torch.cat(column).tolist() for column in zip(*loader, strict=True))
-    assert indices == list(range(160))
+    assert indices == list(range(100))
     assert max(memory) < 1.5 * bound
     assert num_workers < len(set(makers)) <= num_workers + loader.stats().workers.renewals
 
@@ -281,7 +281,8 @@ class Renewed:
     @property
     def leaving(self) -> set[int]:
         """Workers that finish what they have."""
-        return self.engine.run.scheduler.roster.leaving
+        scheduler = self.engine.run.scheduler
+        return scheduler.in_flight.keys() - scheduler.takers
 
     def rest(self) -> list[Any]:
         """Open the gate, and take what is left."""
@@ -434,8 +435,9 @@ def test_the_only_worker_stops_while_it_takes_the_place_of_another(
     """It has no ticket yet that anybody would look after: it is killed for its start, and the next one goes on."""
     monkeypatch.setattr(recovery, "_STARTING_S", 2.0)
     monkeypatch.setattr(recovery, "_FINISHING_S", 2.0)
-    options: Any = {"on_timeout": "retry", "worker_init_fn": Stopping(tmp_path, 1), **inside.renewed_after(2)}
-    loader = DataLoader(Drawing(), 2, num_workers=1, prefetch_factor=1, timeout=0.2, **options)
+    options: Any = {"worker_init_fn": Stopping(tmp_path, 1), "prefetch_factor": 1, **inside.renewed_after(2)}
+    options |= {"timeout": 0.2, "on_timeout": "retry", "max_retries": 50}  # workers that do not stop may be late too
+    loader = DataLoader(Drawing(), 2, num_workers=1, **options)
     assert [batch[0].tolist() for batch in loader] == [[at, at + 1] for at in range(0, LENGTH, 2)]
     assert len(list(tmp_path.iterdir())) > 2
 

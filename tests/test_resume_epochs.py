@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +19,8 @@ import pytest
 from torch.utils.data import BatchSampler, ConcatDataset, IterableDataset, Sampler, Subset
 
 from asyncloader import DataLoader
-from asyncloader.samplers import ElasticSampler
+from asyncloader.samplers import ElasticSampler, MixtureSampler, WeightedSampler
+from tests.support import effort, inside
 
 pytestmark = pytest.mark.on_threads
 
@@ -215,6 +220,30 @@ def test_another_epoch_that_is_set_after_a_load_begins(
         each.close()
 
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("after", [None, 5, 6, 7])
+@pytest.mark.parametrize("before", [(6,), (6, None), (6, 5), (6, 5, 5), (6, 5, None), (6, 7, 6)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_was_taken_when_another_epoch_had_been_set_is_in_none(
+    kind: str, before: tuple[int | None, ...], after: int | None
+) -> None:
+    """So the epoch that it was in begins at its beginning, too, where that is set once this is loaded."""
+    loader = make(kind, 0, False)
+    loader.set_epoch(5)
+    _, state = part_of_run(loader, PART)
+    for epoch in before:
+        loader = make(kind, 0, False)
+        loader.load_state_dict(state)
+        if epoch is not None:
+            loader.set_epoch(epoch)
+        state = json.loads(json.dumps(loader.state_dict()))
+    loader = make(kind, 0, False)
+    loader.load_state_dict(state)
+    if after is not None:
+        loader.set_epoch(after)
+    assert rest_of_run(loader) == in_epoch([each for each in (*before, after) if each is not None][-1])
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_resumed_epoch_that_gives_nothing(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
     """One line says so, where the state is of the last step and nobody has set another epoch."""
@@ -303,6 +332,7 @@ class HiddenPlace(HiddenOrder):
         self._epoch, self._place = state["epoch"], state["place"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
 @pytest.mark.parametrize("says", [None, 9])
@@ -329,6 +359,7 @@ def test_an_epoch_that_is_set_goes_before_the_state_of_a_sampler(
     other.close()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("told_by", ["loader", "sampler"])
 @pytest.mark.parametrize("told_before", [None, 5])
 @pytest.mark.parametrize("done", [0, 3])
@@ -383,3 +414,214 @@ def test_a_state_before_the_first_batch_of_an_epoch_that_is_begun_again(num_work
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in resumed] == whole
     assert len(whole) == 12
+
+
+class Remembering(IterableDataset[int]):
+    """Shuffles by the epoch that it was told, which is in its state, as its place is."""
+
+    def __init__(self) -> None:
+        self.epoch_told = -1
+        self.at = 0
+        self.resumes = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch_told, self.at = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = self.at if self.resumes else 0
+        self.resumes = False
+        while self.at < 12:
+            self.at += 1
+            yield 100 * self.epoch_told + self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch_told": self.epoch_told, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch_told, self.at, self.resumes = state["epoch_told"], state["at"], bool(state["at"])
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_state_before_persistent_workers_have_given_one_is_of_the_epoch_that_was_told(
+    every: int, num_workers: int
+) -> None:
+    """The newest state of the stream is of the end of the epoch before, and it was told another epoch since."""
+
+    def make() -> DataLoader[Any]:
+        options = {"num_workers": num_workers, "persistent_workers": True, "snapshot_every_n_steps": every}
+        loader: DataLoader[Any] = DataLoader(Remembering(), 2, **options)
+        return loader
+
+    for done in (0, 1, 3):
+        loader = make()
+        loader.set_epoch(1)
+        list(loader)
+        loader.set_epoch(3)
+        iterator = iter(loader)
+        for _ in range(done):
+            next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [batch.tolist() for batch in iterator]
+        assert all(number > 300 for batch in rest for number in batch)
+        loader.close()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert [batch.tolist() for batch in resumed] == rest, f"after {done} batches"
+        resumed.close()
+
+
+class Moving:
+    """Noise of a generator that is in its state, and that `set_epoch` seeds."""
+
+    def __init__(self, *, shows: bool) -> None:
+        self.rng = random.Random(0)
+        if shows:
+            self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rng.seed(epoch)
+        if hasattr(self, "epoch"):
+            self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, self.rng.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = self.rng.getstate()
+        return {"rng": [version, list(words), gauss]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, words, gauss = state["rng"]
+        self.rng.setstate((version, tuple(words), gauss))
+
+
+class MovingStream(Moving, IterableDataset[Any]):
+    """The same, read by each worker."""
+
+    def __init__(self, *, shows: bool) -> None:
+        super().__init__(shows=shows)
+        self.at = 0
+        self.resumes = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at = self.at if self.resumes else 0
+        self.resumes = False
+        while self.at < 6:
+            self.at += 1
+            yield self[self.at]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.at, self.resumes = state["at"], state["at"] < 6
+
+
+def moved(kind: Any, shows: bool, numbers: Sequence[int], options: Any, *, cut: Any = None, kills: bool = False) -> Any:
+    """Return what epochs of these numbers give, interrupted once after so many batches of one: 99 for after all.
+
+    Args:
+        kind: Of the dataset.
+        shows: It shows its epoch.
+        numbers: Are set before each epoch.
+        options: The loader's.
+        cut: The place of the epoch, and after how many batches.
+        kills: A worker is killed as the last epoch begins.
+    """
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(kind(shows=shows), 1, collate_fn=list, **options)
+
+    def gone_on() -> DataLoader[Any]:
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.close()
+        resumed = make()
+        resumed.load_state_dict(state)
+        return resumed
+
+    loader, given = make(), []
+    for place, number in enumerate(numbers):
+        loader.set_epoch(number)
+        iterator = iter(loader)
+        if kills and place == len(numbers) - 1:
+            os.kill(inside.pids(iterator)[0], signal.SIGKILL)
+        given.append([])
+        for done in count():
+            if cut == (place, done):
+                del iterator
+                loader = gone_on()
+                iterator = iter(loader)
+            if (batch := next(iterator, None)) is None:
+                break
+            given[-1] += batch
+        if cut == (place, 99):
+            del iterator
+            loader = gone_on()
+    loader.close()
+    return given
+
+
+@pytest.mark.processes
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("numbers", [(3, 3), (3, 4)])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, True), (2, True), (2, False)])
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("kind", [Moving, MovingStream])
+def test_what_set_epoch_seeds_is_seeded_for_each_epoch_that_is_set(
+    kind: Any, shows: bool, num_workers: int, persistent: bool, numbers: Any, every: int
+) -> None:
+    """With any workers, also by the same number again, and after a state of any moment."""
+    options = {"num_workers": num_workers, "persistent_workers": persistent, "snapshot_every_n_steps": every}
+    whole = moved(kind, shows, numbers, options)
+    assert (whole[0] == whole[1]) == (numbers[0] == numbers[1])
+    for cut in effort.half([(place, done) for place in (0, 1) for done in (0, 1, 3, 99)], num_workers + every // 4):
+        assert moved(kind, shows, numbers, options, cut=cut) == whole, cut
+
+
+@pytest.mark.processes
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("numbers", [(3, 3), (3, 4)])
+@pytest.mark.parametrize("kind", [Moving, MovingStream])
+def test_a_worker_that_dies_as_a_later_epoch_begins_is_told_it_again(kind: Any, numbers: Any, every: int) -> None:
+    """Its replacement loads the state of the epoch before, makes again what was made since, and is told the epoch."""
+    options = {"num_workers": 2, "persistent_workers": True, "snapshot_every_n_steps": every}
+    whole = moved(kind, False, numbers, options)
+    assert moved(kind, False, numbers, options, kills=True) == whole
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("kind", [ElasticSampler, WeightedSampler, MixtureSampler])
+def test_a_state_of_an_epoch_that_was_set_after_a_load(kind: Any, is_begun: bool) -> None:
+    """Of its first batch or a later one: the sampler is where that epoch is, and not where it was at the load."""
+    sources = {ElasticSampler: 12, WeightedSampler: [1.0, 2.0] * 6, MixtureSampler: [8, 4]}
+
+    def make() -> DataLoader[Any]:
+        sampler = kind(
+            sources[kind], **({"weights": [2, 1], "stop": "first"} if kind is MixtureSampler else {}), seed=1
+        )
+        return DataLoader(range(12), 3, sampler=sampler)  # type: ignore[arg-type]
+
+    loader = make()
+    if is_begun:
+        list(loader)
+    state = loader.state_dict()
+    for done in range(3):
+        loader = make()
+        loader.load_state_dict(state)
+        loader.set_epoch(5)
+        iterator = iter(loader)
+        for _ in range(done):
+            next(iterator)
+        inside = json.loads(json.dumps(loader.state_dict()))
+        rest = [batch.tolist() for batch in iterator]
+        resumed = make()
+        resumed.load_state_dict(inside)
+        assert [batch.tolist() for batch in resumed] == rest, f"after {done} batches"

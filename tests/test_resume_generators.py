@@ -107,7 +107,7 @@ def test_a_run_is_resumed_at_every_batch(sampler: str, how: str, way: str) -> No
         if how != "in place":
             iterator.close()  # type: ignore[attr-defined]
             program.loader.close()
-            program = Program(sampler, 2, now)
+            program = Program(sampler, 1 + done // step % 2, now)  # with the same seed as before, too
         if how == "restored":
             generators.restore(saved, program.own)
         program.loader.load_state_dict(state)

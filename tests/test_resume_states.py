@@ -23,7 +23,7 @@ from asyncloader import DataLoader, sample_rng
 from asyncloader.engine.progress import Progress
 from asyncloader.samplers import ElasticSampler
 from asyncloader.testing import assert_resumable, assert_resumable_async
-from tests.support import inside
+from tests.support import effort, inside
 
 LENGTH = 20
 
@@ -131,7 +131,7 @@ def everything(loader: Any) -> list[Any]:
     [
         (0, {}),
         (0, {"snapshot_every_n_steps": 3}),
-        (2, {"snapshot_every_n_steps": 3, "worker_backend": "process"}),
+        pytest.param(2, {"snapshot_every_n_steps": 3, "worker_backend": "process"}, marks=pytest.mark.slow),
         (2, {"snapshot_every_n_steps": 2, "persistent_workers": True, "worker_backend": "process"}),
         (2, {"snapshot_every_n_steps": 4, "batch_size": None, "scheduling": "dynamic", "num_workers_again": 2}),
         (1, {"worker_backend": "thread"}),
@@ -142,6 +142,8 @@ def test_a_map_style_dataset_is_resumed_in_its_state(num_workers: int, options: 
     """What its workers made since their states were taken is made again: with its keys, its seeds, and in its order."""
     is_alone = options.pop("num_workers_again", None) is None  # else which worker makes which batch is a matter of time
     noisy = options.get("worker_backend") == "process"  # threads share the generators that are drawn from
+    if noisy and effort.is_quick:
+        options = {"batch_size": 4, **options}  # each batch is a state, which is gone on from in new workers
     assert_resumable(maker(lambda: Counting(noisy), 1 if not is_alone else num_workers, **options))
 
 

@@ -14,9 +14,9 @@ from time import perf_counter
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from asyncloader.backends.worker import Worker
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES, Outcome
-from asyncloader.worker.guarded_loop import GuardedLoop
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker)
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from asyncloader.worker.guarded_loop import GuardedLoop
+from asyncloader.loops import GuardedLoop
 
 
 class WorkerState(enum.Enum):

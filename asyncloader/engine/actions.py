@@ -16,15 +16,12 @@ class Ticket:
         keys: The keys of the batch, as the sampler gave them.
         worker: The worker that has the ticket, or had it last.
         tries: How many workers have died, or were killed as hung, while they had it.
-        is_suspect: The ticket was in work with others when their worker died, and is done again alone: so whichever
-            kills a worker is found out.
     """
 
     batch: int
     keys: Any
     worker: int = -1
     tries: int = 0
-    is_suspect: bool = field(default=False, init=False)
     sent_at: float = field(default=0.0, init=False)  # the engine's note; no decision depends on it
     is_prompt: bool = field(default=False, init=False)  # sent to an idle worker at once: its wait is the latency
 
@@ -69,16 +66,19 @@ class Vacate(NamedTuple):
 Action: TypeAlias = Fail | Vacate | tuple[str, Any] | tuple[str, int, float]
 """What is to be done:
 
-    ("start", worker)             start a worker under this id, which takes tickets when it is ready
+    ("start", worker, rest_s)     start a process under this id, after so many seconds
     ("join", worker)              tell the scheduler that it takes tickets from now on
-    ("leave", worker)             tell the scheduler that it is to leave
+    ("leave", worker)             tell the scheduler that it is to leave, or that others are to do its work
     ("dismiss", worker)           let it go: it has nothing in hand
-    ("replace", worker, rest_s)   start another process in the place of one that was lost, after so many seconds
+    ("replace", worker, rest_s)   the same, in the place of one that was lost
     ("discard", worker)           kill its process, whose end is nobody's concern then
-    ("postpone", worker, rest_s)  have others do its work, and start it after so many seconds: there is no room for it
     ("give up", error)            no worker can be had: one error stands for everything that is not here yet
 """
 
-VOID = object()
+NOTHING: Any = object()
+"""In place of keys: nobody has read any, or they were taken."""
+END: Any = object()
+"""In place of keys: there are no more."""
+VOID: Any = object()
 """Nothing is there, and its place in the order is passed over. In the plan, in place of keys: it was yielded before.
 As an item: the ticket makes no batch."""

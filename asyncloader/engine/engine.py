@@ -26,7 +26,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
@@ -35,7 +34,6 @@ from asyncloader.backends.backend import END_GRACE_S, Backend, Came
 from asyncloader.backends.worker import Worker
 from asyncloader.engine import hang_report
 from asyncloader.engine.actions import Action, Fail, Ticket, Vacate
-from asyncloader.engine.arrivals import late_keys
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.hang_report import HangWatch
@@ -44,9 +42,9 @@ from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue, Recovery
 from asyncloader.engine.run import Run
 from asyncloader.engine.workforce import Workforce
-from asyncloader.epochs import changed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
 from asyncloader.log import log
+from asyncloader.loops import GuardedLoop
 from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.messages.failure import another, with_notes
 from asyncloader.messages.messages import Kind
@@ -55,7 +53,6 @@ from asyncloader.messages.snapshot import Frozen, WorkerStart
 from asyncloader.observe.timing import show_bytes
 from asyncloader.options import Options
 from asyncloader.weak import while_alive
-from asyncloader.worker.guarded_loop import GuardedLoop
 
 _MOST_ERRORS = 100
 """An engine whose end fails so often is abandoned."""
@@ -124,7 +121,6 @@ class Engine:
         self._num_errors = 0
         self._is_settling = False  # the loop is about to call `_settle`
         self._is_started = False  # all workers of the first run were launched
-        self._to_start: deque[int] = deque()
         self._heard_at = perf_counter()  # when the last outcome of a worker came, or another worker was started
         self._hangs = HangWatch()
         self._watch: asyncio.TimerHandle | None = None
@@ -156,10 +152,6 @@ class Engine:
         """
         self.portal.post(self._loop.run, function, *args)
 
-    def waker(self) -> Callable[[], None]:
-        """Return `wake` for a run, which must not keep the engine alive."""
-        return while_alive(self.wake, None)
-
     def close_with(self, consumer: object) -> None:
         """Begin to close when this is dropped.
 
@@ -167,7 +159,7 @@ class Engine:
         begins; what they raise out of the callback of a weak reference is printed and forgotten, and workers would stay
         for ever. So there is no function of Python in this callback: uvloop's method is compiled.
         """
-        on_dropped = partial(self._loop.loop.call_soon_threadsafe, self._loop.run, self._on_dropped)
+        on_dropped = partial(self._loop.loop.call_soon_threadsafe, self._loop.run, lambda _: self._close(END_GRACE_S))
         _consumers[self] = weakref.ref(consumer, on_dropped)
 
     def request_close(self) -> None:
@@ -196,10 +188,6 @@ class Engine:
         """
         self.portal.launch(self._steps())
 
-    def start_apart(self) -> Future[None]:
-        """Start them in a thread of its own, which holds up neither the caller's loop nor, on the portal's, others."""
-        return self.portal.call_apart(self.start)
-
     def _steps(self) -> Generator[Callable[[], None], None, None]:
         """Start; what is yielded launches a worker, and is to be called before the next step."""
         try:
@@ -222,9 +210,6 @@ class Engine:
     def close_soon(self, grace_s: float) -> None:
         """Tell the workers to end; wake whoever waits."""
         self._loop.run(self._close, grace_s)
-
-    def _on_dropped(self, consumer: weakref.ref[object]) -> None:
-        self._close(END_GRACE_S)
 
     def _close(self, grace_s: float) -> None:
         _consumers.pop(self, None)
@@ -264,7 +249,7 @@ class Engine:
             with contextlib.ExitStack() as steps:
                 steps.callback(self._close, END_GRACE_S if is_first else 0.0)
                 if is_first:
-                    steps.callback(self._stop, internal(error))
+                    steps.callback(self._stop, internal(error, self.run.meter.last_events()))
                 else:  # nobody waits for anything any more
                     words = "asyncloader has failed while it ended workers: please report this"
                     steps.callback(log.error, words, exc_info=error)
@@ -297,9 +282,10 @@ class Engine:
         if not self._is_at_work:
             return
         if batches:
+            self.run.meter.story.append(("planned", len(batches)))
             self.run.scheduler.planned(batches)
         if plan_ended:
-            self.run.scheduler.plan_ended()
+            self._tell_scheduler("plan_ended")
         if not self._is_settling:
             self._settle()
 
@@ -319,10 +305,10 @@ class Engine:
     def _carry_over(self, last: Run) -> None:
         """Note where workers are at the beginning of another run: their datasets are those of the last one."""
         self.recovery.is_first_run = False
+        news = self.run.epoch.notice.since(last.epoch.notice)
         if not self.run.is_stream:
-            self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
+            self.run.begin_at({worker: track.start.told(news) for worker, track in last.tracks.items()})
         elif last.ends:
-            news = changed(self.run.epoch.epochs, last.epoch.epochs)
             ends = {worker: WorkerStart(0, state, epochs=news) for worker, state in last.ends.items()}
             self.run.begin_at({**(self.run.epoch.starts or {}), **ends})
 
@@ -333,28 +319,28 @@ class Engine:
             if (process := processes.get(worker)) is not None:
                 if not process.is_alive:
                     self._carry_out(self.recovery.fill(process, run.start_of(worker)))
-            elif run.scheduler.roster.takes(worker):
-                if self._is_started:  # else it is about to be launched
-                    self._replace(worker)
-            elif worker in self.workforce.coming:
-                self._start(worker)  # there was no room for it: it is not waited for any longer
+            elif worker in run.scheduler.takers and self._is_started:  # otherwise it is about to be launched
+                self._start(worker, 0.0)
         if self._controller is not None:
             self._controller.begin_run()
         self._due = 0.0
-        self._carry_out(self.workforce.settle(run.scheduler.roster, processes))
+        self._carry_out(self.workforce.settle(run.scheduler, processes))
         self._look_who_is_up()
         self._renew_grown()
 
     def _look_who_is_up(self) -> None:
         """Note whether all workers have opened the dataset. Those that come later, or again, are not waited for."""
         scheduler, processes = self.run.scheduler, self.pool.processes
-        scheduler.are_up |= all(each in processes and processes[each].is_ready for each in scheduler.roster.takers)
+        scheduler.are_up |= all(each in processes and processes[each].is_ready for each in scheduler.takers)
 
     def on_outcomes(self, worker: int, came: Sequence[Came]) -> None:
         """Outcomes of tickets of this worker have come, with one read of its channel."""
         if not self._is_at_work:
             return
         run, scheduler, records = self.run, self.run.scheduler, []
+        numbers: list[int] = []
+        event: list[Any] = ["made", worker, numbers]
+        run.meter.story.append(event)
         for outcome, arrived_at, read_at in came:
             record = outcome.record
             if outcome.kind != Kind.BATCH:
@@ -362,6 +348,7 @@ class Engine:
                 continue
             records.append(record)
             number = record.ticket
+            numbers.append(number)
             ticket = scheduler.returned(worker, number)
             row = [*record, *(worker, number, outcome.nbytes, ticket.sent_at, arrived_at, read_at, 0.0, read_at)]
             item = _new(Item, (outcome, number, worker, row, -1, None, True))
@@ -370,11 +357,12 @@ class Engine:
             if self._finisher is None:
                 scheduler.ready(number, item, outcome.nbytes)
             else:
-                emptied = item._replace(outcome=outcome._replace(data=None))
-                self._finisher.finish([outcome], partial(self._on_finished, run, emptied))
+                self._finisher.finish(item, partial(self._on_finished, run))
         if records:
             run.meter.made(worker, records)
-            scheduler.measured(worker, ticket, records[-1], outcome.nbytes)
+            last = records[-1]
+            event += outcome.nbytes, last.busy_s, last.wait_s
+            scheduler.measured(worker, ticket, last, outcome.nbytes)
         if self.workforce.most_in_hand is not None:
             has_grown = self.workforce.has_grown(worker, record.private_bytes)
             if has_grown and not run.plan_ended:  # what is left then is not worth a new process: the next run is
@@ -394,9 +382,9 @@ class Engine:
         elif outcome.kind == Kind.EXHAUSTED:
             if isinstance(outcome.snapshot, Frozen):
                 run.ends[worker] = outcome.snapshot
-            run.scheduler.exhausted(worker)
+            self._tell_scheduler("exhausted", worker)
         else:
-            ticket = run.scheduler.returned(worker, number)
+            ticket = self._tell_scheduler("returned", worker, number)
             item = Item(run.rebuilt(outcome, ticket), number, worker)
             self._came(ticket, run.answered(item, ticket) if run.tracks else item)
 
@@ -405,24 +393,24 @@ class Engine:
         run = self.run
         if item.outcome.kind == Kind.LEFT_OUT:
             run.faults.left_out.append(run.named(ticket).keys)
+        run.meter.story.append(("ready", item.batch))
         run.scheduler.ready(item.batch, item)
 
-    def _on_finished(
-        self, run: Run, item: Item, outcome: Outcome | None, error: BaseException | None, seconds: float
-    ) -> None:
-        """Take a batch that was pinned beside the loop; ``item`` is without its data."""
-        if run is not self.run or self.state is not State.OPEN:
-            return
-        assert item.row is not None
-        item.row[-2:] = seconds, perf_counter()  # how long it took, and when nothing was left to be done
-        if outcome is None:
-            outcome, item = item.outcome._replace(kind=Kind.FAILURE, error=error), item._replace(row=None)
-        run.scheduler.ready(item.batch, item._replace(outcome=outcome), outcome.nbytes)
-        self._settle_soon()
+    def _tell_scheduler(self, event: str, *facts: Any) -> Any:
+        """Tell the scheduler of an event that is not one of many, and note it for the story of the run."""
+        self.run.meter.story.append((event, *facts))
+        return getattr(self.run.scheduler, event)(*facts)
+
+    def _on_finished(self, run: Run, item: Item) -> None:
+        """Take a batch that was pinned beside the loop, or the error in its place."""
+        if run is self.run and self.state is State.OPEN:
+            run.meter.story.append(("ready", item.batch))
+            run.scheduler.ready(item.batch, item, item.outcome.nbytes)
+            self._settle_soon()
 
     def _refuse(self, worker: int, number: int, error: Exception, why: str = "cannot be sent to") -> None:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""
-        ticket = self.run.scheduler.returned(worker, number)
+        ticket = self._tell_scheduler("returned", worker, number)
         names = describe_keys(self.run.named(ticket).keys)
         with_notes(error, [f"The sampler yielded {names}, which {why} a worker process."])
         self._came(ticket, failed(error, ticket.batch))
@@ -437,6 +425,7 @@ class Engine:
         """Have tickets given out and sent, and batches handed over, for all that has happened since the last time."""
         self._is_settling = False
         run = self.run
+        run.meter.story.append(("assign",))
         while actions := run.scheduler.assign():
             self._carry_out(actions)
         if run.scheduler.delivered:
@@ -447,10 +436,10 @@ class Engine:
 
     def _send(self) -> None:
         """Give workers their tickets, one message for each; what is for one that is not started yet waits."""
-        run, places, most = self.run, self.pool.processes, self.workforce.most_in_hand
+        run, most = self.run, self.workforce.most_in_hand
         outbox, in_flight, now = run.scheduler.outbox, run.scheduler.in_flight, perf_counter()
         for worker, tickets in tuple(outbox.items()):
-            if (place := places.get(worker)) is None or not place.is_alive:
+            if not self._is_there(worker):
                 room = 0
             elif most is None:
                 room = len(tickets)
@@ -473,14 +462,14 @@ class Engine:
         """A worker has opened the dataset."""
         self.recovery.ready(worker)
         if self._is_at_work:
-            self._carry_out(self.workforce.ready(worker, self.run.scheduler.roster))
+            self._carry_out(self.workforce.ready(worker, self.run.scheduler))
             self._look_who_is_up()
             self._settle()
 
     def on_room(self) -> None:
         """Start one more of the workers that take tickets, which wait for it."""
-        if missing := self.run.scheduler.active - self.pool.processes.keys() - {*self._to_start}:
-            self._start(min(missing))
+        if missing := self.run.scheduler.in_flight.keys() - self.pool.processes.keys():
+            self._launch(min(missing))
 
     def on_died(self, worker: int, process: Worker) -> None:
         """A worker's process ended on its own."""
@@ -488,7 +477,7 @@ class Engine:
             decided = self.recovery.died(
                 process,
                 self.run.start_of(worker),
-                is_active=worker in self.run.scheduler.active,
+                is_active=worker in self.run.scheduler.in_flight,
                 is_coming=worker in self.workforce.coming,
                 is_alone=self._is_alone(),
             )
@@ -498,7 +487,7 @@ class Engine:
     def on_away(self, worker: int) -> None:
         """A worker is not there for now, through no fault of its tickets: others do these."""
         if self._is_at_work:
-            self.run.scheduler.lost(worker)
+            self._tell_scheduler("lost", worker)
             if worker in self.workforce.wanted:
                 self.workforce.coming.add(worker)
             self._settle_soon()
@@ -512,7 +501,7 @@ class Engine:
         self.workforce.want(num_workers)
         self.recovery.num_workers = num_workers
         if self._is_at_work:
-            self._carry_out(self.workforce.settle(self.run.scheduler.roster, self.pool.processes))
+            self._carry_out(self.workforce.settle(self.run.scheduler, self.pool.processes))
             self._settle()
 
     def _look_how_many(self, now: float) -> None:
@@ -520,28 +509,26 @@ class Engine:
         if (controller := self._controller) is None:
             self._due = math.inf
             return
-        if now >= controller.due:
-            run, here, before = self.run, len(self.workforce.wanted), controller.num_workers
-            stats = run.meter.stats()
-            controller.observe(now, len(run.scheduler.roster.takers), stats)
-            if (more := controller.num_workers - here) > 0:
-                each = max([_WORKER_BYTES, *(worker.private_bytes for worker in stats.workers.each)])
-                room = available_bytes() - total_bytes() // 20
-                if room < more * each:
-                    controller.limit(here + max(0, room // each))
-            if (wanted := controller.num_workers) != before:
-                log.info('num_workers="auto": %d in place of %d: %s', wanted, before, controller.reason)
-                self._want(wanted)
-                self._tell(wanted)
+        run, here = self.run, len(self.workforce.wanted)
+        stats = run.meter.stats()
+        controller.observe(now, len(run.scheduler.takers), stats)
+        if controller.num_workers > here:
+            each = max([_WORKER_BYTES, *(worker.private_bytes for worker in stats.workers.each)])
+            room = (available_bytes() - total_bytes() // 20) // each
+            controller.num_workers = min(controller.num_workers, here + max(0, room))
+        if (wanted := controller.num_workers) != here:
+            log.info('num_workers="auto": %d in place of %d: %s', wanted, here, controller.reason)
+            self._want(wanted)
+            self._tell(wanted)
         self._due = controller.due
 
     def _renew_grown(self) -> None:
         """Have workers leave that have grown too large: others take their places."""
         scheduler = self.run.scheduler
         for worker, private_bytes in self.workforce.grown.items():
-            if scheduler.roster.takes(worker):
+            if worker in scheduler.takers:
                 log.info("worker %d is renewed: it has %s to itself", worker, show_bytes(private_bytes))
-                scheduler.leaving(worker)
+                self._tell_scheduler("leaving", worker)
 
     # --------------------------------------------------------------------------------------------------- actions
 
@@ -552,20 +539,19 @@ class Engine:
                     self._fail(action)
                 case Vacate():
                     self._vacate(action)
-                case "start", worker:
-                    self._start(worker)
+                case "start", worker, rest_s:
+                    self._start(worker, rest_s)
                 case "join", worker:
-                    self.run.scheduler.joined(worker)
-                case "leave", worker:
-                    self._leave(worker)
+                    self._tell_scheduler("joined", worker)
+                case "leave", worker:  # one that was not started yet leaves what it was to get
+                    self._tell_scheduler("leaving" if self._is_there(worker) else "lost", worker)
                 case "dismiss", worker:
                     self._dismiss(worker)
                 case "replace", worker, rest_s:
-                    self._later(rest_s, self._replace, worker)
+                    self.run.faults.replacements += 1
+                    self._start(worker, rest_s)
                 case "discard", worker:
                     self.pool.dismiss(worker, 0.0)
-                case "postpone", worker, rest_s:
-                    self._postpone(worker, rest_s)
                 case "give up", error:
                     self._give_up(error)
                 case _:
@@ -590,77 +576,47 @@ class Engine:
         run, worker = self.run, action.worker
         run.forget_given(worker)
         run.faults.timeouts += action.hung
+        facts = action.replaceable, action.was_ready, action.hung, action.rest_s
+        run.meter.story.append(("vacated", worker, *facts))
         self._carry_out(run.scheduler.vacated(action))
 
     def _give_up(self, error: Exception) -> None:
         self._read_inbox()
-        if lost := self.run.scheduler.stopped():
+        if lost := self._tell_scheduler("stopped"):
             count, keys = len({ticket.batch for ticket in lost}), describe_keys(self.run.named(lost[0]).keys)
             error.add_note(f"{count} batches that were planned are lost; the first has the indices {keys}.")
         self._stop(error)
         self._loop.call_soon(self._close, END_GRACE_S)
-
-    def _start(self, worker: int) -> None:
-        """Start one more worker; one in each turn of the loop, which a fork holds up."""
-        self._to_start.append(worker)
-        if len(self._to_start) == 1:
-            self._loop.call_soon(self._start_next)
-
-    def _start_next(self) -> None:
-        worker = self._to_start[0]  # to the end: what else is to be started meanwhile waits for this one
-        # Meanwhile it may not be wanted any more.
-        if self._is_at_work and worker in self.workforce.wanted and worker not in self.pool.processes:
-            self._launch(worker)
-            self._settle()  # a run may have begun with it
-        self._to_start.popleft()
-        if self._to_start:
-            self._loop.call_soon(self._start_next)
-
-    def _leave(self, worker: int) -> None:
-        """Have a worker leave; one that was not started yet leaves what it was to get."""
-        if self._is_there(worker):
-            self.run.scheduler.leaving(worker)
-        else:
-            self.run.scheduler.lost(worker)
 
     def _dismiss(self, worker: int) -> None:
         """Let a worker go that has nothing in hand. If it is wanted, it was too large: another takes its place."""
         self.pool.dismiss(worker, END_GRACE_S)
         if worker in self.workforce.wanted:
             self.run.meter.renewed(worker)
+            self._start(worker, 0.0)
+
+    def _start(self, worker: int, rest_s: float) -> None:
+        """Start a process under this id in a later turn of the loop, after a rest. Nobody waits for one that joins."""
+        if worker not in self.run.scheduler.takers:
             self.workforce.coming.add(worker)
-            self._start(worker)
+        self._loop.call_later(rest_s, while_alive(self._launch, None), worker)
 
-    def _replace(self, worker: int) -> None:
-        """Put another in the place of a worker that was lost, unless that has been done, or is not to be any more."""
-        run = self.run
-        if not self._is_at_work or worker not in run.scheduler.active or self._is_there(worker):
+    def _launch(self, worker: int) -> None:
+        """Start a process under this id, unless it is there, or is not to be any more; without room for it, later."""
+        run, is_taker = self.run, worker in self.run.scheduler.takers
+        if not self._is_at_work or self._is_there(worker) or not (is_taker or worker in self.workforce.wanted):
             return
-        if self._launch(worker):
-            run.faults.replacements += 1
-            self._settle_soon()  # what has waited for it is sent
-
-    def _launch(self, worker: int) -> bool:
-        """Start a process under this id now or, if the system has no room for it, later; whether it is there."""
-        run = self.run
         if run.epoch.starts is not None and worker in run.tracks:
             run.epoch.starts[worker] = run.tracks[worker].start
         try:
             self.pool.add(worker, len(self.workforce.wanted))
         except Exception as error:
-            self._loop.call_soon(self._not_launched, worker, error)  # after what else was decided with this
-            return False
-        self.workforce.reset(worker)
-        self._heard_at = perf_counter()
-        return True
-
-    def _not_launched(self, worker: int, error: Exception) -> None:
-        if not self._is_at_work or self._is_there(worker):
-            return
-        is_active = worker in self.run.scheduler.active
-        decided = self.recovery.not_launched(worker, error, is_active=is_active, is_alone=self._is_alone())
-        self._carry_out(decided)
-        self._settle()
+            self._carry_out(self.recovery.not_launched(worker, error, is_active=is_taker, is_alone=self._is_alone()))
+        else:
+            self.workforce.reset(worker)
+            self._heard_at = perf_counter()
+            run.meter.story.append(("started", worker))
+        self._settle()  # what has waited for the worker is sent, or given to others
 
     def _is_there(self, worker: int) -> bool:
         """Whether a worker has a process that lives."""
@@ -669,22 +625,7 @@ class Engine:
 
     def _is_alone(self) -> bool:
         """Whether no worker is there that takes tickets."""
-        return not any(map(self._is_there, self.run.scheduler.roster.takers))
-
-    def _postpone(self, worker: int, rest_s: float) -> None:
-        """Go on without a worker that there is no room for now, or that may find none."""
-        self.pool.dismiss(worker, 0.0)
-        self.run.scheduler.lost(worker)
-        if worker in self.workforce.wanted:
-            self.workforce.coming.add(worker)
-            self._later(rest_s, self._start, worker)
-
-    def _later(self, rest_s: float, method: Callable[[int], None], worker: int) -> None:
-        """Call a method after a rest, or at once without one. By then the worker may be there, or not wanted."""
-        if rest_s:
-            self._loop.call_later(rest_s, while_alive(method, None), worker)
-        else:
-            method(worker)
+        return not any(map(self._is_there, self.run.scheduler.takers))
 
     # ----------------------------------------------------------------------------------------- waits that are long
 
@@ -704,16 +645,15 @@ class Engine:
             run: The run that a consumer waits for.
             timeout_s: How long it was waited for. Seconds.
         """
-        processes = self.pool.processes
         ticket = run.scheduler.awaited()
         if ticket is None or not self._is_there(ticket.worker):  # that comes after a rest; or it is being pinned
             self._kill_late_starts(timeout_s)
             silent_s = perf_counter() - self._heard_at
             waits_on = ticket is not None or self.recovery.waits_on(timeout_s, silent_s)
-            why = late_keys(run.plan) if run.awaits_keys else ""
+            why = run.plan.why_late() if run.plan.are_awaited else ""
             run.answer(None if waits_on else timed_out(timeout_s, why=why))
             return
-        process = processes[ticket.worker]
+        process = self.pool.processes[ticket.worker]
         process.ask_stack(ticket.batch, lambda stack: run.answer(self._on_stack(timeout_s, ticket, process, stack)))
 
     def _kill_late_starts(self, timeout_s: float) -> None:
@@ -728,8 +668,7 @@ class Engine:
     def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
         run, worker = self.run, ticket.worker
         has_ticket = run.scheduler.in_flight.get(worker, {}).get(ticket.batch) is ticket
-        is_there, age_s = self.pool.processes.get(worker) is process, monotonic() - process.started_at
-        is_held = has_ticket and is_there
+        is_held, age_s = has_ticket and self.pool.processes.get(worker) is process, monotonic() - process.started_at
         found = Overdue(timeout_s, run.named(ticket), process, stack, age_s, is_held, self._is_at_work)
         decided = self.recovery.overdue(found, run.start_of(worker))
         if isinstance(decided, BatchTimeoutError):

@@ -38,7 +38,7 @@ class ErrorLimit:
         self._progress = progress
         self.faults = faults
 
-    def count(self, bad: Sequence[BadSample], before: int) -> Exception | None:
+    def count(self, bad: Sequence[BadSample], before: int) -> BaseException | None:
         """Count bad samples; return the error to raise if there are too many by now.
 
         Args:

@@ -1,6 +1,6 @@
 """Finish batches on a thread beside the loop: copy them into page-locked memory for the GPU.
 
-    loop thread ── finish(held, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
+    loop thread ── finish(item, tell) ──> queue ──> this thread ── tell(item) ──> loop thread
 
 The slab that the batch came in is free again when the copy is made.
 """
@@ -12,16 +12,15 @@ import queue
 import threading
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from asyncloader import threads
-from asyncloader.messages.outcome import Outcome
-from asyncloader.worker.guarded_loop import GuardedLoop
-
-Tell: TypeAlias = Callable[[Outcome | None, BaseException | None, float], None]
+from asyncloader.engine.item import Item
+from asyncloader.loops import GuardedLoop
+from asyncloader.messages.messages import Kind
 
 
 class Finisher:
@@ -39,19 +38,14 @@ class Finisher:
         self._loop = loop
         self._device = device
         self._pin = pin or pinned
-        self._queue: queue.SimpleQueue[tuple[list[Outcome], Tell] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Item, Callable[[Item], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def finish(self, held: list[Outcome], tell: Tell) -> None:
-        """Have a batch pinned.
-
-        Args:
-            held: The batch alone. The thread takes it out, so that nothing else refers to the data when it drops them.
-            tell: Called on the loop with the batch or the error, and how many seconds pinning took.
-        """
+    def finish(self, item: Item, tell: Callable[[Item], None]) -> None:
+        """Have a batch pinned; ``tell`` is called on the loop with it, or with the error in its place."""
         if self._thread is None:
             self._thread = threads.start(self._run, "asyncloader finish")
-        self._queue.put((held, tell))
+        self._queue.put((item, tell))
 
     def stop(self) -> None:
         """End the thread after the batch in work."""
@@ -75,24 +69,20 @@ class Finisher:
         torch.set_num_threads(1)
         torch.get_device_module(self._device).set_device(self._device)
         while (job := self._queue.get()) is not None:
-            held, tell = job
-            batch: Any = held.pop()
-            job = error = None
-            began = perf_counter()
-            try:
-                batch = batch._replace(data=self._pinned(batch.data))
-            except BaseException as raised:
-                batch, error = None, raised
-            self._loop.call_soon_threadsafe(tell, batch, error, perf_counter() - began)
-            del held, tell, batch, error
+            self._finish(*job)
+            del job  # or the batch would keep its slab until the next one comes
 
-    def _pinned(self, data: Any) -> Any:
+    def _finish(self, item: Item, tell: Callable[[Item], None]) -> None:
+        outcome, row, began = item.outcome, item.row, perf_counter()
         try:
-            return self._pin(data, self._device)
-        except BaseException as raised:  # of a type of the user's, with a pin_memory method
-            raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {self._device.index}.")
-            raised.__traceback__ = None  # its frames refer to the data
-            raise
+            outcome = outcome._replace(data=self._pin(outcome.data, self._device))
+        except BaseException as error:  # of a type of the user's, with a pin_memory method
+            error.add_note(f"Caught {type(error).__name__} in pin memory thread for device {self._device.index}.")
+            error.__traceback__ = None  # its frames refer to the data
+            outcome, row = outcome._replace(kind=Kind.FAILURE, data=None, error=error), None
+        if row is not None:
+            row[-2:] = perf_counter() - began, perf_counter()  # how long it took, and when nothing was left to be done
+        self._loop.call_soon_threadsafe(tell, item._replace(outcome=outcome, row=row))
 
 
 def pinned(data: Any, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ or none.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from asyncio import TimerHandle
@@ -20,11 +21,13 @@ from typing import Any, NamedTuple
 from asyncloader.backends.backend import Backend
 from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Ticket
-from asyncloader.engine.arrivals import FIRST_S
 from asyncloader.engine.run import Run
 from asyncloader.errors import describe_batch
 from asyncloader.log import log
 from asyncloader.threads import kernel_stat
+
+FIRST_S = 60.0
+"""A shorter wait is never spoken of. Seconds."""
 
 LOOK_S = 15.0
 """How often consumers are looked at. Seconds."""
@@ -82,12 +85,6 @@ class HangWatch:
         self._looked_at = 0.0
         self._slowest_s = 0.0
         self._reports = 0
-        self._is_reported = False
-
-    @property
-    def bound_s(self) -> float:
-        """A wait as long as this is to be spoken of. Seconds."""
-        return float(max(FIRST_S, _TIMES * self._slowest_s) * 2**self._reports)
 
     def look(self, now: float, taken: int, *, is_waiting: bool, slowest_s: float) -> float | None:
         """Look at the consumers.
@@ -110,13 +107,14 @@ class HangWatch:
         if not is_waiting:
             self._since = None
         elif self._since is None or not is_same:
-            self._since, self._is_reported = now, False
+            self._since = now
         else:
             self._since += unseen_s
-            if not self._is_reported and now - self._since >= self.bound_s:
-                self._is_reported = True
+            waited_s = now - self._since
+            if waited_s >= max(FIRST_S, _TIMES * self._slowest_s) * 2**self._reports:
                 self._reports += 1
-                return now - self._since
+                self._since = math.inf  # this wait is not spoken of again
+                return waited_s
         return None
 
 
@@ -127,10 +125,11 @@ def report(run: Run, pool: Backend[Any], waited_s: float, call_later: Callable[.
     worker = None if ticket is None else pool.processes.get(ticket.worker)
     if ticket is None or worker is None:
         why = "it waits for a worker, or it is being joined or pinned"
-        if not run.awaits_keys or (why := run.plan.why_no_keys(in_vain=True)):
+        if not run.plan.are_awaited or (why := run.plan.why_no_keys(in_vain=True)):
             log.warning("%s No worker has it: %s.", waited, why)
         return
-    told = f"{waited} {describe_batch(run.named(ticket).keys, worker.worker_id, worker.pid)}"
+    batch = describe_batch(run.named(ticket).keys, worker.worker_id, worker.pid)
+    told = f"{waited} {batch} The last events of the run: {run.meter.last_events()}."
     if worker.is_process:
         call_later(_WATCHED_S, _watched, run, worker, ticket, told, activity(worker.pid))
     else:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from asyncloader import threads
 from asyncloader.backends.backend import Launch
@@ -33,9 +33,9 @@ from asyncloader.backends.processes.launching import try_descriptors
 from asyncloader.backends.processes.process import kill_all
 from asyncloader.engine import exits
 from asyncloader.errors import LoaderClosedError, could_not_start, exiting, on_the_loop
+from asyncloader.loops import new_event_loop, run_forever
 from asyncloader.seeding.sample_context import tell_tasks_apart
 from asyncloader.signals import HandlersWait
-from asyncloader.worker.loops import new_event_loop, run_forever
 
 T = TypeVar("T")
 
@@ -65,16 +65,6 @@ class Answer(Future[T]):
         self._condition = _Condition()
 
 
-class Closeable(Protocol):
-    """A user of the portal, which must end with it."""
-
-    def close_soon(self, grace_s: float) -> None:
-        """Begin to close: kill what is left after ``grace_s`` seconds. On the loop thread."""
-
-    def wait_closed(self, timeout_s: float) -> bool:
-        """Wait until everything is reaped. In any thread but the loop's."""
-
-
 class Portal:
     """Owner of the loop and its thread. `post` and `call` may be used from any thread."""
 
@@ -82,7 +72,7 @@ class Portal:
         self.pid: int = os.getpid()
         self.loop: asyncio.AbstractEventLoop = _new_event_loop()
         tell_tasks_apart(self.loop)
-        self.sessions: set[Closeable] = set()  # touched by the loop thread only
+        self.sessions: set[Any] = set()  # engines, which end with it; touched by the loop thread only
         self.is_closing: bool = False  # written by the loop thread
         self.is_closed: bool = False
         self._unanswered: set[Future[Any]] = set()  # that somebody may wait for
@@ -204,7 +194,7 @@ class Portal:
         if self.is_closing:
             exits.stop_daemon()
 
-    def _close_sessions(self) -> tuple[Closeable, ...]:
+    def _close_sessions(self) -> tuple[Any, ...]:
         self.is_closing = True  # what would come to live here from now on would be forgotten
         sessions = tuple(self.sessions)
         for session in sessions:

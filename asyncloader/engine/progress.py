@@ -16,11 +16,11 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from asyncloader.engine.tracks import Progressing, make_tracks
+from asyncloader.engine.tracks import Progressing
 from asyncloader.log import log
 from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.seeding.sample_context import Placed
@@ -47,6 +47,9 @@ class SamplerState(NamedTuple):
     passes: tuple[int, ...] = ()
 
 
+NO_SAMPLERS = SamplerState(None)
+
+
 class Place(NamedTuple):
     """How far the consumers of a run are. Never changed: with another batch they are at another place.
 
@@ -54,7 +57,7 @@ class Place(NamedTuple):
         position: In order, how many batches of the plan are done with.
         ahead: Numbers of later batches that are done with: they came out of order, or an earlier one is on its way.
         bad_count: Samples of the epoch that had raised.
-        tracks: Where workers are, for datasets that they have a place or a state in.
+        tracks: Where workers are, for datasets that they have a place or a state in; for others nothing.
         next_worker: The worker that gets the first batch.
         untold: Why the state of a dataset could not be taken.
     """
@@ -62,14 +65,14 @@ class Place(NamedTuple):
     position: int
     ahead: frozenset[int]
     bad_count: int
-    tracks: dict[int, Progressing] | None
+    tracks: dict[int, Progressing]
     next_worker: int | None
     untold: str
 
     @property
     def workers(self) -> dict[int, WorkerStart] | None:
-        """Where each worker would begin."""
-        return None if self.tracks is None else {worker: track.start for worker, track in self.tracks.items()}
+        """Where each worker would begin; None where they have no place."""
+        return {worker: track.start for worker, track in self.tracks.items()} or None
 
     def after(
         self,
@@ -103,7 +106,7 @@ class Place(NamedTuple):
             while position in ahead:
                 position += 1
             ahead = frozenset(each for each in ahead if each > position)
-        if tracks is not None and worker >= 0:
+        if tracks and worker >= 0:
             if isinstance(snapshot, Untold):
                 untold = snapshot.reason
             track = copy.copy(tracks[worker])
@@ -118,13 +121,12 @@ class Progress:
     Args:
         position: Where the run begins.
         ahead: Numbers of later batches that are done with.
-        workers: Where workers are at the beginning, for datasets that they have a place or a state in.
+        tracks: Where workers are at the beginning, for datasets that they have a place or a state in.
         next_worker: The worker that gets the first batch.
-        key: The seeds of batches of a map-style dataset: base seed, epoch, rank. None for a stream.
-        overlaps: A worker has samples of several batches in work at once.
         bad_count: Samples that had raised before, and were left out or replaced.
         sample: Number of the first sample of the batch at ``position`` in the order of the epoch.
         knows_places: Batches are to know such numbers.
+        samplers: Where samplers are.
 
     Attributes:
         knows_places: Numbers of samples in the order of the epoch are counted.
@@ -143,20 +145,18 @@ class Progress:
     def __init__(
         self,
         position: int = 0,
-        ahead: set[int] | None = None,
+        ahead: Iterable[int] = (),
         *,
         in_order: bool = True,
-        workers: dict[int, WorkerStart] | None = None,
+        tracks: dict[int, Progressing] | None = None,
         next_worker: int | None = None,
-        key: tuple[int, int, int] | None = None,
-        overlaps: bool = False,
         bad_count: int = 0,
         sample: int = 0,
         knows_places: bool = False,
+        samplers: SamplerState = NO_SAMPLERS,
     ) -> None:
         self.lock: threading.RLock = threading.RLock()
-        tracks = None if workers is None else make_tracks(workers, key, overlaps=overlaps)
-        self.now: Place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
+        self.now: Place = Place(position, frozenset(ahead), bad_count, tracks or {}, next_worker, "")
         self.began: tuple[int, int] = position, sample
         self.read = position  # batches of keys that the plan has given out
         self.asked = position  # answers of the sampler: batches, or its end; not of those that draw once
@@ -164,16 +164,13 @@ class Progress:
         self._firsts = {position: sample}  # of batches that were read, and of the next: the number of the first sample
         self.knows_places = knows_places
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
-        self.samplers_before: SamplerState = SamplerState(None)
+        self.samplers_before = samplers
+        if samplers.state is not None and not samplers.passes:
+            self.sampler_states.append((position - samplers.drawn, samplers.state))
         self.end_is_known = self.is_broken = False
         self.follower: Callable[[], object] = bool  # nobody follows
         self.ends: dict[int, Frozen] = {}
         self.in_order = in_order
-
-    @property
-    def has_read_on(self) -> bool:
-        """Whether the sampler was read for this run after another run of the loader had begun."""
-        return self.asked_alone is not None and self.asked > self.asked_alone
 
     @property
     def finished(self) -> bool:
@@ -188,12 +185,6 @@ class Progress:
                 "The loaded state was taken after the last batch of its epoch: what is left of that is nothing. The "
                 "next epoch begins with the next iterator."
             )
-
-    def begin_after(self, samplers: SamplerState) -> None:
-        """Note where samplers were before the run."""
-        if samplers.state is not None and not samplers.passes:
-            self.sampler_states.append((self.now.position - samplers.drawn, samplers.state))
-        self.samplers_before = samplers
 
     def note_read(self, count: int) -> None:
         """Note that another batch of keys is read, which names so many samples. May be done again until `read` says so.
@@ -216,13 +207,6 @@ class Progress:
     def first_sample(self, number: int) -> int:
         """Return the number of the first sample of a batch in the epoch; -1 if nobody has counted them."""
         return self._firsts.get(number, -1) if self.knows_places else -1
-
-    def counted_until(self, position: int) -> int:
-        """Return the last batch up to this one of which it is known how many samples came before it.
-
-        Batches that were done with before the run lie between them, which were not read again yet.
-        """
-        return min(position, self.read) if self.knows_places else position
 
     def follow(self, follower: Any) -> None:
         """Tell an iterator over keys how far consumers are, without keeping it alive."""

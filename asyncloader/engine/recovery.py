@@ -117,9 +117,6 @@ class Recovery:
         self._losses = 0  # since the last outcome of any worker
         self._failed_launches: dict[int, int] = {}  # in a row, by worker
 
-    def __repr__(self) -> str:
-        return f"<Recovery losses={self._losses} failed_starts={self._failed_starts}>"
-
     def ready(self, worker: int) -> None:
         """A worker has opened the dataset."""
         self._failed_starts = 0
@@ -149,8 +146,9 @@ class Recovery:
             is_coming: The run was to get it, and others do its work meanwhile.
             is_alone: No other worker is there.
         """
+        how = describe_death(process.pid, process.exitcode) + last_words(process.output)
         if process.why_no_other is None:
-            log.warning("%s%s", describe_death(process.pid, process.exitcode), last_words(process.output))
+            log.warning("%s", how)
         if is_alone or not is_coming:  # otherwise the run does without the worker, however often it fails
             self._failed_starts += not process.is_ready
         if not (is_active or is_coming):  # only a later run needs another
@@ -160,10 +158,12 @@ class Recovery:
             if process.why_no_other is not None:
                 return [("give up", process.why_no_other)]
             if self._failed_starts > self.num_workers + 2:
-                return [("give up", _failed_starts(process, self._failed_starts))]
+                words = (
+                    f"Workers end before they can take a batch ({self._failed_starts} in a row); the last one: {how}"
+                )
+                return [("give up", WorkerStartError(words))]
         if is_coming:
-            error = WorkerStartError(describe_death(process.pid, process.exitcode) + last_words(process.output))
-            return self.not_launched(process.worker_id, error, is_active=False, is_alone=is_alone)
+            return self.not_launched(process.worker_id, WorkerStartError(how), is_active=False, is_alone=is_alone)
         if process.is_ready and not self._can_replace(start):
             return self._lose_for_good(process)
         cause = partial(_death, process)
@@ -181,14 +181,12 @@ class Recovery:
         count = self._failed_launches[worker] = self._failed_launches.get(worker, 0) + 1
         if count == 1:
             log.warning("No process could be started for worker %d, which is tried again: %s", worker, error)
-        rest_s = _FIRST_REST_S * 2.0 ** min(count - 1, 20)
         is_needed = is_alone or bool(is_active and self._options.why_workers_stay)  # where it matters who makes a batch
         if is_needed and count > _MOST_LAUNCHES:
             return [("give up", error)]
-        rest_s = min(rest_s, _LONGEST_REST_S if is_needed else _LONGEST_POSTPONED_S)
-        if is_needed and is_active:
-            return [Vacate(worker, lambda tickets: error, was_ready=False, rest_s=rest_s)]
-        return [("postpone", worker, rest_s)]
+        longest_s = _LONGEST_REST_S if is_needed else _LONGEST_POSTPONED_S
+        start: Action = ("start", worker, min(_FIRST_REST_S * 2.0 ** min(count - 1, 20), longest_s))
+        return [start] if is_needed else [("leave", worker), start]
 
     def fill(self, process: Worker, start: WorkerStart | None) -> Sequence[Action]:
         """Another run has begun, and this worker, which was lost before, has no process."""
@@ -273,11 +271,3 @@ def _death(process: Worker, tickets: Sequence[Ticket], note: str = "") -> Except
     keys = [ticket.keys for ticket in tickets]
     tries = tickets[0].tries if tickets else 1
     return died(process.pid, process.exitcode, keys, tries, process.output.decode(errors="replace"), note)
-
-
-def _failed_starts(process: Worker, count: int) -> WorkerStartError:
-    """Make the error for so many workers in a row that ended before they could take a batch."""
-    return WorkerStartError(
-        f"Workers end before they can take a batch ({count} in a row); the last one: "
-        f"{describe_death(process.pid, process.exitcode)}{last_words(process.output)}"
-    )

@@ -22,8 +22,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.engine import exits
-from asyncloader.engine.actions import Ticket
-from asyncloader.engine.arrivals import Arrivals
+from asyncloader.engine.actions import END, NOTHING, Ticket
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.item import Item, failed
@@ -51,9 +50,8 @@ class Run:
         scheduler: Decides who makes what.
         epoch: The run, as workers know it.
         meter: Counts what happens.
-        plan: Iterator over batches of keys, which may be infinite, or raise.
+        plan: Reads batches of keys (`asyncloader.run.plan.Plan`).
         progress: Where the run begins, and how far it is.
-        limit: Counts bad samples.
 
     Attributes:
         limit: Counts bad samples.
@@ -86,21 +84,20 @@ class Run:
         scheduler: Scheduler,
         epoch: EpochSpec,
         meter: Meter,
-        plan: Iterator[Any],
+        plan: Any,
         progress: Progress,
-        limit: ErrorLimit,
     ) -> None:
         self.scheduler = scheduler
         self.meter = meter
         self.epoch = epoch
         self.progress = progress
-        self.faults: Faults = limit.faults
+        self.faults: Faults = meter.faults
         self.ends: dict[int, Frozen] = {}
         self.is_stream: bool = options.is_iterable
         self._overlaps = options.overlaps
         self._names = namer(options.dataset, of_batches=options.auto_collation)
         self.begin_at(epoch.starts or {})
-        self.limit = limit
+        self.limit: ErrorLimit = ErrorLimit(options, progress, meter.faults)
         self.handoff: Handoff[Item] = Handoff()
         self.taken: int = progress.now.position  # as if those before had been taken
         self._urgent: deque[BaseException] = deque()  # raised before what is ready
@@ -111,15 +108,14 @@ class Run:
         self.inbox: list[Any] = []
         self.plan_ended: bool = False
         self._planned = self.taken
-        self._plan = plan
-        self._arrivals = Arrivals(self, plan)
+        self.plan: Any = plan
+        plan.tell(self)
         self._is_left = False
-        self._is_plain = progress.in_order and progress.now.tracks is None and not progress.now.ahead  # see `count`
+        self._is_plain = progress.in_order and not (progress.now.tracks or progress.now.ahead)  # see `count`
         self._plan_error: Exception | None = None
         # The figures as consumers and statistics were last told of them.
         self._followed = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
         self._lock = progress.lock
-        self._taker = 0
         self._wake_loop: Callable[[], None]
         self._wake_posted = False
         self._end_known = False  # to the loop thread: that of the plan
@@ -132,10 +128,10 @@ class Run:
         """Read the keys of the first batches: as far as the window.
 
         Args:
-            wake_loop: Has the loop thread look into the inbox.
+            wake_loop: Has the loop thread look into the inbox. Must not keep the engine alive.
         """
         self._wake_loop = wake_loop
-        self._note_taker()
+        exits.note_user()
         with self._lock:
             self._read(self.scheduler.window + self.taken)
 
@@ -174,14 +170,15 @@ class Run:
             came_at: Since when it need not wait.
         """
         scheduler = self.scheduler  # the loop thread moves its window meanwhile: `follow` wakes who waits for that
-        if self._taker != threading.get_ident():
-            self._note_taker()
+        gone = self.taken + scheduler.void_count + 1
         if item.counts:
             with self._lock:
-                self._read(scheduler.window + self.taken + scheduler.void_count + 1)
+                self._read(scheduler.window + gone)
         if (row := item.row) is not None:
-            ahead = self._planned - self.taken - scheduler.void_count - 1
-            self.meter.took(asked_at, came_at, row, ahead, len(self.handoff.ready) - 1)
+            ahead = self._planned - gone
+            # Another list: a call that is interrupted comes here once more, with the same row.
+            lay_ready = len(self.handoff.ready) - 1
+            self.meter.add([*row, asked_at or came_at, came_at, ahead, lay_ready, perf_counter()])
         elif item.outcome.kind == Kind.FAILURE:
             self.faults.errors += 1
 
@@ -213,7 +210,7 @@ class Run:
         Raises:
             StopIteration: if everything was taken.
         """
-        self._note_taker()
+        exits.note_user()  # at the end of the interpreter, threads that train on are waited for
         with self._lock:
             self._read(self._may_read())
             if (error := self._plan_error) is not None and self._is_plan_error_due():
@@ -232,35 +229,26 @@ class Run:
         """Read on as far as the window: keys have come that were to be read. In the thread that brings them."""
         try:
             with self._lock:
-                self._arrivals.are_awaited = False
+                self.plan.are_awaited = False
                 if not (self.closed or self._is_left or self.error is not None):
                     with contextlib.suppress(LoaderClosedError):  # nobody makes batches any more
                         self._read(self._window_end())
         finally:
             self.handoff.wake()
 
-    @property
-    def awaits_keys(self) -> bool:
-        """Whether the next keys are still to arrive; whoever brings them calls `keys_came`."""
-        return self._arrivals.are_awaited
-
-    @property
-    def plan(self) -> Any:
-        """Whose keys are read."""
-        return self._plan
-
     def leave(self) -> None:
         """Read the sampler no more when keys come: another run is about to."""
         with self._lock:
             self._is_left = True
-            self._arrivals.leave()
+            self.plan.leave()
 
     def check(self) -> None:
         """Raise what has ended the run, after all that is ready: to each consumer once, a thread or a task.
 
         Raises:
             BaseException: the error that has ended the run.
-            StopIteration: for a consumer that has raised it and asks again. In states the epoch is not over.
+            StopIteration: for a consumer that has raised it and asks again, as a loop does that goes on after errors.
+                In states the epoch is not over.
         """
         if self.error is None or self.ended or self.has_ready:
             return
@@ -280,7 +268,7 @@ class Run:
             return True
         if self._plan_error is not None:
             return self._is_plan_error_due()
-        return not (self.plan_ended or self.awaits_keys) and self._may_read() > self._planned
+        return not (self.plan_ended or self.plan.are_awaited) and self._may_read() > self._planned
 
     def _read(self, until: int) -> None:
         """Read the sampler on, until so many batches of keys were read in all. With the lock held.
@@ -289,35 +277,36 @@ class Run:
         A single wake-up serves all keys that are read before the loop gets its turn: that coalesces the traffic of a
         consumer that finds its batches ready.
         """
-        while self._planned < until and not self.plan_ended and self._plan_error is None:
-            planned = self._planned
-            for self._plan_error in self._read_one():  # noqa: B020 - an attribute of ours
-                break
-            if self._planned == planned:
-                break
-            if not self._wake_posted:
-                self._wake()
+        for self._plan_error in self._read_until(until):  # noqa: B020 - an attribute of ours
+            break
         if not self._wake_posted:  # at the end, and if an interrupted call has come to less
             self._wake()
 
-    def _read_one(self) -> Iterator[Exception]:
-        """Put the next keys into the inbox, unless they have to be waited for, or there are none; give what is raised.
+    def _read_until(self, until: int) -> Iterator[Exception]:
+        """Put keys into the inbox, unless they have to be waited for, or there are none; give what is raised.
 
         The frame of a generator that has yielded has no caller. So the traceback of the error ends here: with frames of
         the consumer in it, an error that waits for its turn would keep the consumer's iterator alive, and its workers.
         """
-        try:
-            if self._arrivals.plan is not None and self._arrivals.must_wait():
+        plan = self.plan
+        while self._planned < until and not self.plan_ended and self._plan_error is None:
+            try:
+                if plan.arrives and plan.must_wait():
+                    return
+                keys = plan.read()
+            except Exception as error:
+                yield error
                 return
-            # Not `next`: an interrupt between its end and the assignment would lose what it has returned. From there to
-            # the end of `append`, nothing looks for signals: keys are in the inbox, and counted, or neither.
-            for keys in self._plan:
-                self._planned += 1
-                self.inbox.append(keys)
+            if keys is END:
+                self.plan_ended = True
                 return
-            self.plan_ended = True
-        except Exception as error:
-            yield error
+            # From here to the end of `append`, nothing looks for signals: either the keys are in the inbox, and
+            # counted, or the plan has them.
+            plan.keys = NOTHING
+            self._planned += 1
+            self.inbox.append(keys)
+            if not self._wake_posted:
+                self._wake()
 
     def _wake(self) -> None:
         """Have the loop thread look into the inbox, if there is something new. It is not about to."""
@@ -340,11 +329,6 @@ class Run:
     def _is_plan_error_due(self) -> bool:
         return self.taken + self.scheduler.void_count >= self._planned
 
-    def _note_taker(self) -> None:
-        """Remember who takes: at interpreter exit, threads that train on are waited for."""
-        self._taker = threading.get_ident()
-        exits.note_user()
-
     # ------------------------------------------------------------------------------------------------ loop thread
 
     def read_inbox(self) -> tuple[list[Any], bool]:
@@ -361,7 +345,7 @@ class Run:
     def close(self) -> None:
         """Drop what is ready, and wake consumers: nobody makes batches any more."""
         self.closed = True
-        self._arrivals.leave()
+        self.plan.leave()
         if self.error is None:
             # A consumer may just be giving the first of these: it has that, and finds nothing to delete (`count`).
             self.handoff.ready.clear()

@@ -40,6 +40,8 @@ class RunAhead:
     def __init__(self, options: Options, *, is_allowed: bool = True) -> None:
         self.limit_bytes: int = options.max_buffered_bytes if is_allowed and options.in_order else 0
         self._overlapping = options.tickets_at_once
+        self._prefetch: int = options.prefetch
+        self._asked: int = options.num_at_start * options.prefetch  # batches of the workers of the beginning
         self._mean_bytes: float | None = None
         self.is_possible: bool = False
         self._is_bounded = self.limit_bytes > 0  # and the size of every batch so far is known
@@ -81,16 +83,16 @@ class RunAhead:
             self._mean_bytes = weight if mean is None else mean + 0.2 * (weight - mean)
         self.is_possible = self._is_bounded and self._mean_bytes is not None
 
-    def window(self, num_workers: int, prefetch_factor: int, asked: int) -> int:
+    def window(self, num_workers: int) -> int:
         """Return how many batches may be in flight or waiting with so many workers.
 
-        Each worker has one at least, and the workers that were ``asked`` for have all of theirs: the user who names
-        their number accepts the memory. Workers beyond them do not make the waiting batches larger than the limit.
+        Each worker has one at least, and the workers that were asked for have all of theirs: the user who names their
+        number accepts the memory. Workers beyond them do not make the waiting batches larger than the limit.
         """
-        most = num_workers * prefetch_factor
+        most = num_workers * self._prefetch
         if self._mean_bytes is None or not self.limit_bytes:
             return most
-        return min(most, max(num_workers, asked, int(self.limit_bytes / self._mean_bytes)))
+        return min(most, max(num_workers, self._asked, int(self.limit_bytes / self._mean_bytes)))
 
     def rounds(self, num_workers: int, window: int, ahead: int, parked: int, parked_bytes: int) -> int:
         """Return how many rounds of tickets are to be read now; less than 1 for none.

@@ -1,8 +1,8 @@
 """Decide which workers there are: which are started, take tickets, leave, and are renewed.
 
-    want, run begun, ready, lose ──> ┌───────────┐ ──> ("start", worker), ("dismiss", worker)   a process, or thread
-    has_grown ─────────────────────> │ Workforce │ ──> ("join", worker), ("leave", worker)      for the scheduler
-                                     └───────────┘
+    want, run begun, ready ──> ┌───────────┐ ──> ("start", worker, rest_s), ("dismiss", worker)   a process, or thread
+    has_grown ───────────────> │ Workforce │ ──> ("join", worker), ("leave", worker)              for the scheduler
+                               └───────────┘
 
 The workforce touches no loop, clock or process: the engine tells it what has happened, and carries out what it
 decides. A worker that is started joins when it has opened the dataset, so nothing waits for it. A worker that leaves
@@ -19,10 +19,13 @@ from collections.abc import Mapping
 
 from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Action
-from asyncloader.engine.roster import Roster
+from asyncloader.engine.scheduler import Scheduler
 from asyncloader.log import log
 from asyncloader.observe.timing import show_bytes
 from asyncloader.options import Options
+
+_APART_S = 0.005
+"""Starts of several workers lie so far apart. Seconds."""
 
 
 class Workforce:
@@ -49,9 +52,6 @@ class Workforce:
         self._bounds: dict[int, int] = {}  # of the memory of workers that have made a batch
         self._has_warned = False
 
-    def __repr__(self) -> str:
-        return f"<Workforce {sorted(self.wanted)} coming={sorted(self.coming)}>"
-
     # ------------------------------------------------------------------------------------------------ come and go
 
     def want(self, num_workers: int) -> None:
@@ -60,35 +60,38 @@ class Workforce:
         free = (worker for worker in itertools.count() if worker not in self.wanted)
         self.wanted.update(list(itertools.islice(free, max(0, num_workers - len(self.wanted)))))
 
-    def settle(self, roster: Roster, processes: Mapping[int, Worker]) -> list[Action]:
+    def settle(self, scheduler: Scheduler, processes: Mapping[int, Worker]) -> list[Action]:
         """Decide which workers come and go, now that others are wanted, one has gone, or another run has begun.
 
         Args:
-            roster: The workers that take tickets, or are leaving.
-            processes: The workers that there are.
+            scheduler: It has the workers that take tickets, and those that leave.
+            processes: The workers that have a place. One that has died keeps its place until another one is started.
         """
-        self.coming &= self.wanted - roster.active  # a run that has begun with them waits for them itself
+        takers, there = scheduler.takers, scheduler.in_flight.keys()
+        living = {worker: process for worker, process in processes.items() if process.is_alive}
+        self.coming &= self.wanted - there  # a run that has begun with them waits for them itself
         actions: list[Action] = []
         for worker in sorted(self.wanted):
-            if roster.takes(worker) or (worker in roster.leaving and worker in self.grown):
+            if worker in takers or (worker in there and worker in self.grown):
                 continue  # a worker that is being renewed gets no more tickets, however often it is wanted
-            if worker in roster.leaving or (worker in processes and processes[worker].is_ready):
+            if worker in there or (worker in living and living[worker].is_ready):
                 actions.append(("join", worker))
             elif worker not in self.coming:
                 self.coming.add(worker)
-                if worker not in processes:
-                    actions.append(("start", worker))
-        for worker in sorted((roster.active | processes.keys()) - self.wanted, reverse=True):
-            if roster.takes(worker):
+                if worker not in living:
+                    # One after the other: a fork holds up the loop, on which batches come.
+                    actions.append(("start", worker, _APART_S * len(actions)))
+        for worker in sorted((there | processes.keys()) - self.wanted, reverse=True):
+            if worker in takers:
                 actions.append(("leave", worker))
-            elif worker not in roster.active:
+            elif worker not in there:
                 actions.append(("dismiss", worker))
         return actions
 
-    def ready(self, worker: int, roster: Roster) -> list[Action]:
+    def ready(self, worker: int, scheduler: Scheduler) -> list[Action]:
         """A worker has opened the dataset. It may not be wanted any more."""
         self.coming.discard(worker)
-        if worker in roster.active:
+        if worker in scheduler.in_flight:
             return []
         return [("join" if worker in self.wanted else "dismiss", worker)]
 

@@ -15,19 +15,13 @@ from asyncio import CancelledError
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from asyncloader.errors import describe_keys
 
 Raised = TypeVar("Raised", bound=BaseException)
 
 _OF_BATCH, _OF_SAMPLE = "The batch has the indices", "The sample has the index"
 
-_NO_CUDA_HERE = (
-    "This worker was forked from a process that had initialised CUDA, and no forked process can use CUDA then. Pass "
-    'multiprocessing_context="forkserver"; or leave CUDA to the training loop: make CPU tensors in the dataset, with '
-    "pin_memory=True."
-)
+OF_OPENING = "It stands for all batches of the worker, which could not be set up."
 
 
 class EndOfData(Exception):
@@ -71,11 +65,11 @@ class Blame(NamedTuple):
 
     Attributes:
         position: In the batch, from 0.
-        odd: Why it cannot be collated, to follow "the sample with the index 7"; "" where the sample has raised.
+        is_odd: The sample was there, and could not be collated with the others; otherwise it raised.
     """
 
     position: int
-    odd: str = ""
+    is_odd: bool = False
 
     def describe(self, keys: Any) -> str:
         """Name the sample by its index, or by its position where there are no indices; "" if there is none to name."""
@@ -85,22 +79,22 @@ class Blame(NamedTuple):
             sample = f"sample with the index {describe_keys(keys[self.position])}"
         else:
             sample = f"sample at position {self.position} of the batch (from 0)"
-        return f"The {sample} {self.odd}." if self.odd else f"The {sample} raised it."
+        return f"The {sample} keeps the batch from being collated." if self.is_odd else f"The {sample} raised it."
 
 
 def _notes_of_batch(error: BaseException, keys: Any, blame: Blame | None) -> list[str]:
     """Return notes that name the batch, and the sample in it; the error gets the indices as its attribute."""
     if keys is None:
-        return [blame.describe(None)] if blame is not None and blame.odd else []
+        return [blame.describe(None)] if blame is not None and blame.is_odd else []
     is_batch = isinstance(keys, (list, tuple))
-    shown = describe_keys(keys, None if blame is None else blame.position)
+    shown = describe_keys(keys)
     words = f"{_OF_BATCH if is_batch else _OF_SAMPLE} {shown}"
     said = (note.startswith((_OF_BATCH, _OF_SAMPLE)) for note in getattr(error, "__notes__", ()))
     is_own = "keys" in vars(error) and not any(said)
     if not is_own and not hasattr(type(error), "keys"):
         BaseException.__setattr__(error, "keys", keys)
         words += ", all of them in error.keys" * words.endswith(")")
-    is_one = not is_batch or (len(keys) == 1 and not (blame is not None and blame.odd))
+    is_one = not is_batch or (len(keys) == 1 and not (blame is not None and blame.is_odd))
     sample = "" if blame is None or is_one else blame.describe(keys)
     return [sample, f"{words}."] if sample else [f"{words}."]
 
@@ -117,45 +111,46 @@ class RemoteTraceback(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteError:
-    """An exception as it crosses the channel.
+class CapturedError:
+    """An exception on its way to the consumer: as it crosses the channel, or as it is, of a worker in this process.
 
     Attributes:
         type_name: Name of its class.
-        text: Its traceback, formatted in the worker.
-        pickled: The exception itself, or None if it does not survive pickling.
-        where: For torch's words: "in DataLoader worker process 3".
-        advice: Advice to the user, where the worker has some.
+        where: For torch's words: "in DataLoader worker process 3"; "" if there is no worker in the user's eyes.
+        text: Its traceback, formatted in a worker process.
+        pickled: The exception, of a worker process; None if it does not survive pickling.
+        error: The exception itself, of a worker in this process.
         blame: The sample that it is about, where that is known.
     """
 
     type_name: str
-    text: str
-    pickled: bytes | None
     where: str
-    advice: tuple[str, ...] = ()
+    text: str = ""
+    pickled: bytes | None = None
+    error: BaseException | None = None
     blame: Blame | None = None
 
     @classmethod
-    def capture(cls, error: BaseException, where: str) -> RemoteError:
-        """Describe the exception, in the worker."""
-        text = "".join(traceback.format_exception(error))
-        advice = (_NO_CUDA_HERE,) if _is_of_cuda_after_fork(text) else ()
-        return cls(type(error).__name__, text, _pickled(error), where, advice)
+    def capture(cls, error: BaseException, where: str) -> CapturedError:
+        """Describe the exception, in the worker, for another process."""
+        return cls(type(error).__name__, where, "".join(traceback.format_exception(error)), _pickled(error))
 
-    def rebuild(self, keys: Any) -> Exception:
+    def rebuild(self, keys: Any) -> BaseException:
         """Make the exception to raise, in the parent.
 
         Args:
             keys: The keys of the batch; None for a stream, which has none.
         """
         words = f"Caught {self.type_name} {self.where}."
-        error = self._unpickled()
-        if error is None:
-            error = RuntimeError(f"{words}\nOriginal {self.text}")
-            return with_notes(error, [*self.advice, *_notes_of_batch(error, keys, self.blame)])
-        BaseException.__setattr__(error, "__cause__", RemoteTraceback(self.text))
-        return with_notes(error, [words, *self.advice, *_notes_of_batch(error, keys, self.blame)])
+        if self.error is not None:
+            error = stand_in(self.error)
+        elif (unpickled := self._unpickled()) is not None:
+            BaseException.__setattr__(error := unpickled, "__cause__", RemoteTraceback(self.text))
+        else:
+            error, words = RuntimeError(f"{words}\nOriginal {self.text}"), ""
+        notes = [words] * bool(words and self.where) + _notes_of_batch(error, keys, self.blame)
+        there = getattr(error, "__notes__", ())  # an exception of this process may be raised for several batches
+        return with_notes(error, [note for note in notes if note not in there])
 
     def _unpickled(self) -> Exception | None:
         if self.pickled is None:
@@ -172,39 +167,7 @@ class BadSample(NamedTuple):
 
     key: Any
     position: int
-    error: RemoteError
-
-
-@dataclass(frozen=True, slots=True)
-class LocalError:
-    """An exception of a worker in this process, on its way to the consumer: as it is.
-
-    Attributes:
-        error: The exception.
-        where: For torch's words; "" if there is no worker in the user's eyes.
-        blame: The sample that it is about, where that is known.
-    """
-
-    error: BaseException
-    where: str
-    blame: Blame | None = None
-
-    def rebuild(self, keys: Any) -> BaseException:
-        """Return the exception to raise, with notes; see `RemoteError.rebuild`."""
-        error = stand_in(self.error)
-        notes = [f"Caught {type(self.error).__name__} {self.where}."] if self.where else []
-        notes += _notes_of_batch(error, keys, self.blame)
-        there = getattr(error, "__notes__", ())
-        return with_notes(error, [note for note in notes if note not in there])
-
-
-def _is_of_cuda_after_fork(text: str) -> bool:
-    """Whether a traceback is of CUDA in a process that was forked after its parent had initialised CUDA.
-
-    torch notes such a fork (`_is_in_bad_fork`). Other libraries, which share the driver's context with torch, raise
-    errors of their own: "initialization error", "CUDA_ERROR_NOT_INITIALIZED".
-    """
-    return "cuda" in text.lower() and torch.cuda._is_in_bad_fork()
+    error: CapturedError
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -228,6 +191,11 @@ def _dumps_by_value(error: BaseException) -> bytes:
 
     pickled: bytes = cloudpickle.dumps(error)
     return pickled
+
+
+def is_of_opening(error: object) -> bool:
+    """Whether an exception stands for a batch because its worker could not be set up."""
+    return any(OF_OPENING in text for text in (str(error), *getattr(error, "__notes__", ())))
 
 
 def with_notes(error: Raised, notes: list[str]) -> Raised:

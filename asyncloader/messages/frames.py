@@ -48,24 +48,18 @@ class FrameBuffer:
 
     def read(self, receive: Callable[[memoryview], int]) -> int:
         """Receive once, into the right place; return how many bytes came."""
-        count = receive(self.get_buffer())
-        self.received(count)
-        return count
-
-    def get_buffer(self) -> memoryview:
-        """Return where the next bytes go."""
+        view = self._view
         if self._large is not None:
-            return self._view[: self._large_bytes - len(self._large)]
+            count = receive(view[: self._large_bytes - len(self._large)])
+            self._large += view[:count]
+            return count
         if self._start:
-            self._compact()
-        return self._view[self._end :]
-
-    def received(self, count: int) -> None:
-        """So many bytes have come to where the last `get_buffer` said."""
-        if self._large is not None:
-            self._large += self._view[:count]
-        else:
-            self._end += count
+            rest = bytes(view[self._start : self._end])
+            self._start, self._end = 0, len(rest)
+            view[: self._end] = rest
+        count = receive(view[self._end :])
+        self._end += count
+        return count
 
     def frames(self) -> Iterable[tuple[int, memoryview]]:
         """Yield the complete frames that are there: kind and body."""
@@ -83,18 +77,8 @@ class FrameBuffer:
                 raise BadFrame(f"a frame of kind {kind} and {length} bytes")
             if end > received:
                 if length > _READ_BYTES - _HEADER_BYTES:
-                    self._begin_large(kind, length, begin)
+                    self._large, self._large_kind, self._large_bytes = bytearray(view[begin:received]), kind, length
+                    self._start = self._end = 0
                 return
             self._start = start = end
             yield kind, view[begin:end]
-
-    def _begin_large(self, kind: int, length: int, begin: int) -> None:
-        self._large = bytearray(self._view[begin : self._end])
-        self._large_kind, self._large_bytes = kind, length
-        self._start = self._end = 0
-
-    def _compact(self) -> None:
-        rest = self._end - self._start
-        if rest:
-            self._view[:rest] = bytes(self._view[self._start : self._end])
-        self._start, self._end = 0, rest

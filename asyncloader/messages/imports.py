@@ -40,10 +40,7 @@ def forget_imports_of_others(iterating: frozenset[str]) -> None:
         if owner is not None and owner == me:
             continue
         _imports._module_locks.pop(name, None)
-        if owner is not None and name not in iterating and _is_half_made(name):
+        is_half_made = getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
+        if owner is not None and name not in iterating and is_half_made:
             del sys.modules[name]
     _imports._blocking_on.clear()
-
-
-def _is_half_made(name: str) -> bool:
-    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))

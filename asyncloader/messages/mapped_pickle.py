@@ -10,20 +10,38 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 _ALIGNMENT = 64
 
 
-def open_mapped(fd: Any, sizes: list[int]) -> Any:
+class InheritedFd:
+    """A descriptor that something in a pickle refers to, by its number among those that come with the pickle.
+
+    Attributes:
+        given: What this process has come by.
+    """
+
+    given: Sequence[Any] = ()
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def detach(self) -> int:
+        """Return it, once."""
+        fd: int = self.given[self._number].detach()
+        return fd
+
+
+def open_mapped(fds: Sequence[Any], sizes: list[int]) -> Any:
     """Unpickle what `write_pickle` has written, in a worker. The mapping stays as long as something in it is used.
 
     Args:
-        fd: A descriptor on its way: its `detach` gives it.
+        fds: Descriptors on their way, whose `detach` gives them: what is in the pickle refers to, and the file.
         sizes: The sizes of the pieces in the file.
     """
-    fd = fd.detach()
+    InheritedFd.given, fd = fds, fds[-1].detach()
     mapping = mmap.mmap(fd, sum(map(_aligned, sizes)), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     os.close(fd)
     parts, offset = [], 0
@@ -39,27 +57,16 @@ def write_pickle(parts: list[Any]) -> tuple[int, list[int]]:
     Raises:
         OSError: if there is no room.
     """
-    fd = _memory_file()
+    fd = os.memfd_create("asyncloader-dataset", os.MFD_CLOEXEC)
     try:
-        for part in parts:
-            _write_all(fd, memoryview(part).cast("B"))
-            _write_all(fd, memoryview(bytes(_aligned(len(part)) - len(part))))
+        with open(fd, "wb", closefd=False) as file:
+            for part in parts:
+                file.write(part)
+                file.write(bytes(_aligned(len(part)) - len(part)))
     except BaseException:
         os.close(fd)
         raise
     return fd, [len(part) for part in parts]
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _memory_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("asyncloader-dataset", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _aligned(size: int) -> int:

@@ -15,7 +15,6 @@
                        EXHAUSTED                              what has become of a ticket
                        ENDING   number of the run             the iterable dataset has ended; what follows from that
                                                               is told when this worker has lived on to a CONFIRM
-                       HEAP     [(offset, capacity), ...]     all slabs that it has; it makes no more, and ends
                        IDLE     nothing                       it has waited for long; answered by TICKETS without
                                                               tickets, but with slabs to be given back
                        AWAITS   text                          answer to WHERE
@@ -29,6 +28,7 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from asyncloader.epochs import EpochNotice
 from asyncloader.messages.modes import Modes
 from asyncloader.messages.snapshot import WorkerStart
 from asyncloader.observe.record import Record as Record
@@ -51,7 +51,6 @@ class Kind:
     BATCH = 17
     FAILURE = 18
     EXHAUSTED = 19
-    HEAP = 20
     LEFT_OUT = 22
     AWAITS = 23
     IDLE = 24
@@ -69,7 +68,7 @@ class EpochSpec(NamedTuple):
         number: Counts the runs of a pool; frames of an earlier run are dropped by it.
         key: Base seed, runs that had it before, and rank: with a sequence number they give the seeds of a batch.
         shared_seed: For IterDataPipe.
-        epochs: The epochs that `set_epoch` has told each listener of the dataset, or None; empty without workers.
+        notice: The epochs that `set_epoch` has told the dataset.
         starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
             is replaced the session writes down where the next one begins.
         num_workers: How many workers there are, for one that comes later than the first; 0 for as many as those.
@@ -81,7 +80,7 @@ class EpochSpec(NamedTuple):
     key: tuple[int, int, int]
     shared_seed: int | None = None
     starts: dict[int, WorkerStart] | None = None
-    epochs: tuple[int | None, ...] = ()
+    notice: EpochNotice = EpochNotice()
     num_workers: int = 0
     epoch: int = 0
     generators: dict[str, tuple[int, int]] | None = None

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
         kind: The kind of result, and of its frame.
         record: Times of the ticket.
         data: The data of a batch.
-        error: In place of a batch: on its way a `RemoteError` or a `LocalError`, then the exception itself.
+        error: In place of a batch: on its way a `CapturedError`, then the exception itself.
         bad: The samples that raised, and that the batch was made without.
         snapshot: The state of the dataset after the ticket, where one was taken: a `Frozen`, or `Untold`, why it could
             not be taken. At the end of the data the state that the next run begins with.
@@ -99,9 +99,10 @@ def unpack(kind: int, body: memoryview, decode: Decode) -> Outcome:
     Raises:
         BadFrame: these bytes are no outcome.
     """
-    if len(body) < _HEAD_BYTES:
-        raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, which is too short")
-    *fields, extras_bytes = _unpack_head(body)
+    try:
+        *fields, extras_bytes = _unpack_head(body)
+    except struct.error as raised:
+        raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, which is too short") from raised
     begin = _HEAD_BYTES + extras_bytes
     data, error, bad, snapshot, nbytes = None, None, (), None, 0
     try:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
+from asyncloader.epochs import latest
 from asyncloader.plain import as_text, plain, unplain
 from asyncloader.protocols import is_stateful, merges_states, put_back
 from asyncloader.seeding.generators import GLOBAL, check_of
@@ -131,7 +132,9 @@ class WorkerStart(NamedTuple):
     before the one that comes next: ``ahead`` are their numbers in ascending order, counted from that one, which is 0. A
     map-style dataset has the keys of batches, ``made``, in this order.
 
-    ``epochs`` is what `set_epoch` has told the dataset since the snapshot, which is of the end of the run before.
+    ``epochs`` is what `set_epoch` has told the dataset since: a stream after the snapshot, which is of the end of the
+    run before, and a map-style dataset after ``made``, which is of runs before. With the first batch afterwards a
+    map-style dataset gives another snapshot.
     """
 
     batches: int = 0
@@ -145,6 +148,10 @@ class WorkerStart(NamedTuple):
         if snapshot is None:
             return WorkerStart(self.batches + 1, self.snapshot, epochs=self.epochs)
         return WorkerStart(0, snapshot)
+
+    def told(self, news: Sequence[int | None]) -> WorkerStart:
+        """Return this place after the dataset was told these epochs; None is no epoch."""
+        return self._replace(epochs=latest(self.epochs, news))
 
     def gaps(self) -> list[int]:
         """Return how many batches of the stream are left out before each of the next ones that are made."""
@@ -160,9 +167,9 @@ class WorkerStart(NamedTuple):
         return gaps
 
 
-def as_plain(starts: dict[int, WorkerStart]) -> Any:
-    """Write down where workers are: as JSON if that says all of it."""
-    return plain([_written(start) for _, start in sorted(starts.items())])
+def as_plain(starts: dict[int, WorkerStart] | None) -> Any:
+    """Write down where workers are: as JSON if that says all of it; None where they have no place."""
+    return starts and plain([_written(start) for _, start in sorted(starts.items())])
 
 
 def _written(start: WorkerStart) -> list[Any]:
@@ -170,7 +177,7 @@ def _written(start: WorkerStart) -> list[Any]:
     made = [
         [[*each.key], each.batch, *(each.keys if type(each.keys) is Placed else (each.keys,))] for each in start.made
     ]
-    return [start.batches, snapshot, [*start.ahead], made]
+    return [start.batches, snapshot, [*start.ahead], made, [*start.epochs]]
 
 
 def from_plain(written: Any) -> dict[int, WorkerStart]:
@@ -178,9 +185,9 @@ def from_plain(written: Any) -> dict[int, WorkerStart]:
     return {worker: _start(*start) for worker, start in enumerate(unplain(written))}
 
 
-def _start(batches: int, snapshot: Any, ahead: list[int], made: list[Any]) -> WorkerStart:
+def _start(batches: int, snapshot: Any, ahead: list[int], made: list[Any], epochs: list[int | None]) -> WorkerStart:
     again = (Made(tuple(key), number, Placed(keys, *first) if first else keys) for key, number, keys, *first in made)
-    return WorkerStart(batches, snapshot, tuple(ahead), tuple(again))
+    return WorkerStart(batches, snapshot, tuple(ahead), tuple(again), tuple(epochs))
 
 
 class Keeper:
@@ -213,7 +220,7 @@ class Keeper:
         self._keeps_keys = True  # of batches since the last snapshot: those of a stream are only counted
         # What is drawn between the beginning and the first batch is not drawn again. A resumed run counts on from the
         # snapshot that it has begun from, as the run before would have done.
-        self._is_first = not self._snapshot or "draws" in self._snapshot
+        self._is_first = not self._snapshot or "draws" in self._snapshot or bool(start.epochs)
         self._pace = Pace()
         self._is_merged = merges_states(dataset)  # which asks for a state at each batch
         if is_stateful(dataset):

@@ -1,7 +1,7 @@
 """Count what one run over the data does, as it goes by.
 
     loop thread ── the beginning of a row ────────────┐
-    consumers (under their lock) ── took ── its end ──┴── many at once ──> timings ──┬── stats() ──> LoaderStats
+    consumers (under their lock) ── add ─── its end ──┴── many at once ──> timings ──┬── stats() ──> LoaderStats
     loop thread ── made ── records of a worker ────────── 256 at once ──> WorkerStats
 
 What is known of a batch goes along with it, as clocks have told it, and becomes a row when a consumer takes the batch.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from time import perf_counter, process_time
@@ -85,6 +85,10 @@ def _plus(timings: dict[str, Timing], idle_from: float, rows: array[float], widt
     return {name: timings.get(name, Timing()).plus(each[name in late :]) for name, each in columns.items()}
 
 
+_MOST_EVENTS = 1000
+_EVENTS_SHOWN = 12
+
+
 class Meter:
     """The figures of one run.
 
@@ -95,6 +99,9 @@ class Meter:
         faults: Faults that were handled in this run.
         trace: Where a timeline is written.
         options: Options of the loader that the verdict builds on.
+
+    Attributes:
+        story: The last events that the scheduler was told of. Written by the loop thread.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class Meter:
         **options: Any,
     ) -> None:
         self.faults: Faults = faults or Faults()
+        self.story: deque[Sequence[Any]] = deque(maxlen=_MOST_EVENTS)
         self._epoch = epoch
         self._num_workers = num_workers
         self._window = window
@@ -176,20 +184,6 @@ class Meter:
 
     # --------------------------------------------------------------------------------------------- consumers
 
-    def took(self, asked_at: float, came_at: float, row: list[float], ahead: int, ready: int) -> None:
-        """Count a batch that a consumer takes, which may have read the sampler on for it.
-
-        Args:
-            asked_at: Since when the consumer has waited for the batch; 0.0 if it lay ready.
-            came_at: Since when it need not wait.
-            row: The beginning of the batch's own.
-            ahead: Batches being made or waiting.
-            ready: Batches that lay ready.
-        """
-        now = perf_counter()
-        # Another list: a call that is interrupted comes here once more, with the same beginning.
-        self.add([*row, asked_at or came_at, came_at, ahead, ready, now])
-
     def add(self, row: list[float]) -> None:
         """Count a batch that a consumer takes.
 
@@ -244,8 +238,12 @@ class Meter:
         if self._trace is not None:
             self._trace.write()
 
-    def stats(self) -> LoaderStats:
-        """Return the figures so far."""
+    def last_events(self) -> str:
+        """Return the end of the story, for a message."""
+        return "; ".join(" ".join(map(str, event)) for event in [*self.story.copy()][-_EVENTS_SHOWN:])
+
+    def stats(self, *, story: bool = False) -> LoaderStats:
+        """Return the figures so far, and the story if it is asked for."""
         found = self._timings()
         count = found["work"].count
         each = tuple(stats.plus(news[:]) for stats, news in self._own.copy().values())
@@ -279,4 +277,5 @@ class Meter:
             ),
             faults=self.faults.copy(),
             options=self._options,
+            story=tuple(self.story.copy()) if story else (),
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ class LoaderStats:
         workers: What the workers did, each of them and together.
         faults: What went wrong and was mended, or was raised in place of a batch.
         options: Options of the loader that the verdict builds on.
+        story: With ``stats(story=True)``, the last 1,000 events that decided who makes which batch, for a report.
     """
 
     epoch: int
@@ -61,6 +63,7 @@ class LoaderStats:
     workers: Workers
     faults: Faults
     options: dict[str, Any]
+    story: tuple[Sequence[Any], ...] = ()
 
     @property
     def waited_share(self) -> float:

@@ -25,17 +25,16 @@ from typing import Any
 
 from asyncloader import threads
 from asyncloader.log import log
-from asyncloader.online.forks import keep_from_forks
+from asyncloader.online.forks import generation, keep_from_forks
 from asyncloader.online.link import Leased, Request
-from asyncloader.online.wire import Channel, Unreadable, peer
+from asyncloader.online.wire import Channel, Unreadable, peer, unpacked
 
 _RETRY_S = 0.5
 _ROOT = 0
-_SETTLE = ("settle", "hand_over")
 
 
 class Door:
-    """Serves handles until the feed is dropped; or closed, and the last handle has gone.
+    """Serves handles until the feed is dropped.
 
     Args:
         server: Is not kept alive.
@@ -45,6 +44,7 @@ class Door:
     """
 
     def __init__(self, server: Any) -> None:
+        self._process = generation()
         self.path: str = str(Path(util.get_temp_dir()) / f"feed-{secrets.token_hex(4)}")
         self._listener = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._listener.bind(self.path)
@@ -54,28 +54,23 @@ class Door:
         self._server = weakref.ref(server)
         weakref.finalize(server, self.end)  # unlike a callback of the reference, not while modules are torn down
         self._connections: set[asyncio.Task[None]] = set()
-        self._closed, self._ended = asyncio.Event(), asyncio.Event()
+        self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="asyncloader feed", daemon=True)
         self._thread.start()
-
-    @property
-    def num_connections(self) -> int:
-        """How many processes are connected."""
-        return len(self._connections)
 
     def end_at_exit(self) -> None:
         """Let go of all handles when the interpreter ends: whoever trains has begun, and is waited for then."""
         threads.adopt(self._thread, self.end)
 
-    def close(self) -> None:
-        """Accept no more handles; the thread ends with the last one."""
-        with suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._closed.set)
-
     def end(self) -> None:
-        """Let go of all handles. Also inside the garbage collector."""
-        self.close()
-        with suppress(RuntimeError):
+        """Let go of all handles. Also inside the garbage collector.
+
+        The socket is removed here and not by the thread: at the end of the process, the folder is being removed.
+        """
+        if self._process == generation():  # a fork has a copy of this
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+        with suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._ended.set)
 
     def _run(self) -> None:
@@ -83,15 +78,10 @@ class Door:
             runner.run(self._serve_all())
 
     async def _serve_all(self) -> None:
-        ended = asyncio.create_task(self._ended.wait())
         self._listen()
-        await self._closed.wait()
+        await self._ended.wait()
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
-        while self._connections and not ended.done():
-            await asyncio.wait({ended, *self._connections}, return_when=asyncio.FIRST_COMPLETED)
 
     async def _serve(self, channel: Channel) -> None:
         """Answer the calls of a process until its connection ends."""
@@ -102,8 +92,7 @@ class Door:
             client.end()
 
     def _listen(self) -> None:
-        if not self._closed.is_set():
-            self._loop.add_reader(self._listener, self._accept)
+        self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
         """Take one connection in. Not `sock_accept`: a task that is cancelled as it returns would lose a connection."""
@@ -139,15 +128,20 @@ class Client:
         self._waiting: dict[int, Request] = {}
         self._leases: dict[int, int] = {}  # that are not settled, and by which call each was given
         self._readers: list[int] = []
-        self._send(0, None, None)
+        self._has_ended = False
+        if (alive := server()) is not None:
+            alive.clients.add(self)
+            self._send(0, None, alive.address)
 
     def end(self) -> None:
         """Give leases back: the process has ended."""
+        self._has_ended = True
         if (server := self._server()) is not None:
+            server.clients.discard(self)
             for request in tuple(self._waiting.values()):
                 server.withdraw(request)
             for lease in self._leases:
-                server.give_back(lease, failed=True)
+                server.give_back(lease, True)
             for reader in self._readers:
                 server.leave(reader)
 
@@ -165,22 +159,36 @@ class Client:
                 server.withdraw(waiting)
         elif name == "give_back":
             self._give_back(server, number, *arguments)
-        elif name == "refuse":  # what was leased by this call cannot be unpickled there
+        elif name == "dropped":
+            server.dropped(number, *arguments)
+        elif name == "state":  # it takes its time, and others go on
+            threads.start(partial(self._send_state, number, server, arguments), "asyncloader feed state")
+        elif name == "refuse":  # what was given by this call cannot be unpickled there: a lease, it may be
             for lease in [lease for lease, call in self._leases.items() if call == number]:
-                self._give_back(server, lease, failed=True)
+                self._give_back(server, lease, True)
         else:
             request = self._waiting[number] = Request()
-            settled = arguments[0] if name in _SETTLE else None
+            settled = arguments[0] if name == "settle" else None
             request.add_done_callback(partial(self._channel.soon, self._answer, number, name, settled))
             if isinstance(message, Unreadable):
-                text = f"what was sent cannot be unpickled in the feed's process: {message.reason}"
-                request.answer(None, RuntimeError(text))
-            else:
-                server.call(request, name, *arguments)
+                request.answer(None, _not_unpickled(message))
+                return
+            if name == "put":
+                arguments = [map(_unit, *arguments)]
+            server.call(request, name, *arguments)
 
-    def _give_back(self, server: Any, lease: int, failed: bool) -> None:
+    def _send_state(self, number: int, server: Any, where: list[int]) -> None:
+        try:
+            self._send(number, None, server.write_state(*where))
+        except Exception as error:  # of the user's classes
+            self._send(number, RuntimeError(f"{type(error).__name__}: {error}"), None)
+
+    def _give_back(self, server: Any, lease: int, failed: bool, *packed: bytes) -> None:
         if self._leases.pop(lease, None) is not None:
-            server.give_back(lease, failed=failed)
+            made = [*map(unpacked, packed)]
+            if made and isinstance(made[0], Unreadable):  # the item is as it was
+                failed, made = True, []
+            server.give_back(lease, failed, *made)
 
     def _answer(self, number: int, name: str, settled: int | None, request: Request) -> None:
         """Send an answer."""
@@ -188,8 +196,8 @@ class Client:
         value, error = request.outcome
         if isinstance(value, Leased):
             value.end()
+            value = value.item
             self._leases[value.lease] = number
-            value = value.lease, value.id, value.item, value.version, value.tries
         elif error is None and settled is not None:
             self._leases.pop(settled, None)
         elif error is None and name == "begin":
@@ -200,13 +208,25 @@ class Client:
             self._send(number, error, value)
         except Exception as raised:  # what the source gave, or raised, cannot travel
             if name == "lease" and error is None and (server := self._server()) is not None:
-                self._give_back(server, value[0], failed=True)
+                self._give_back(server, value.lease, True)
             told = raised if error is None else error
             self._send(number, RuntimeError(f"{type(told).__name__}: {told}"), None)
+        if self._has_ended:  # meanwhile: what this has given is given back as well
+            self.end()
 
     def _send(self, number: int, error: Exception | None, value: Any) -> None:
         server = self._server()
         self._channel.send(number, (error, value, 0 if server is None else server.version))
+
+
+def _unit(unit: Any) -> Any:
+    """Return a unit, or what is raised in place of it. One that was put ahead is a pickle of its own."""
+    made = unpacked(unit) if isinstance(unit, bytes) else unit
+    return _not_unpickled(made) if isinstance(made, Unreadable) else made
+
+
+def _not_unpickled(reason: Unreadable) -> Exception:
+    return RuntimeError(f"what was sent cannot be unpickled in the feed's process: {reason}")
 
 
 def _close(sock: socket.socket, task: asyncio.Task[None]) -> None:

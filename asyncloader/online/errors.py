@@ -9,7 +9,7 @@ class FeedClosedError(AsyncLoaderError, RuntimeError):
     """The feed takes no more samples, or has no more items to lease. The message says why.
 
     Attributes:
-        feed: Address of the feed, which its handles have as well.
+        feed: Address of the feed, which its handles know as well.
         is_failure: Something is wrong: its source has raised, or a handle finds no feed, or was interrupted in the
             middle of a message. ``__cause__`` is that error, in the process where it was raised.
     """

@@ -8,12 +8,11 @@ Nothing of how it works is in here: what may happen next is the ledger's, who wa
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import threading
+import time
 from collections.abc import AsyncIterable, Callable, Iterable
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from asyncloader import threads
@@ -21,7 +20,7 @@ from asyncloader.checks import at_least, one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.handle import FeedHandle, connect
 from asyncloader.online.keys import FeedDataset, Sample
-from asyncloader.online.ledger import FeedOrder, OnStale, Rules
+from asyncloader.online.ledger import OnStale, Rules
 from asyncloader.online.link import Link
 from asyncloader.online.producers import Producers
 from asyncloader.online.runs import Seat
@@ -37,11 +36,12 @@ _LEAST = {
     "max_staleness": 0,
     "steps_per_version": 1,
     "max_samples": 1,
-    "window": 1,
     "max_retries": 0,
-    "seed": 0,
 }
-"""The numbers among the arguments, and the smallest that each may be. Where the default is None, None may be given."""
+"""The numbers among the arguments, and the smallest that each may be."""
+
+_OPTIONAL = ("group_size", "max_staleness", "max_samples")
+"""Those that may be None."""
 
 
 class Feed(Producers, FeedDataset[T]):
@@ -74,15 +74,10 @@ class Feed(Producers, FeedDataset[T]):
             as many as ``max_staleness`` allows, or 4 batches without it.
         on_stale: What becomes of samples that are too old all the same, because the version jumped, or they were put
             with an old one: "drop"; "keep" trains them; "recycle" has their items leased again.
-        order: "first_come"; "freshest": the newest version first; "priority": the highest first; "random": drawn anew
-            for each batch from what waits, by ``seed``.
-        window: A slow sample, or group, is not overtaken by those that were leased so many leases later. None: by any.
         max_cost: The most that a batch costs, in tokens for example: a batch is full with that, or with
             ``batch_size``. None: no bound. Where batches have fewer samples than ``batch_size``, more samples get old.
         max_retries: How often an item is leased again after its producer has failed; then it is dropped.
         lease_timeout: How long a producer may have a lease, in seconds; then the item is leased again. None: for ever.
-        drop_last: Do not train what fills no batch at the end.
-        seed: Seeds a random order.
         fn: Makes of a `Sample` what is collated, in a worker of the loader. By default it is what was put.
 
     Raises:
@@ -99,8 +94,6 @@ class Feed(Producers, FeedDataset[T]):
         tensor([0, 1])
     """
 
-    batch_size: int
-    group_size: int
     fn: Callable[[Sample[Any]], T] | None
 
     def __init__(
@@ -113,19 +106,14 @@ class Feed(Producers, FeedDataset[T]):
         steps_per_version: int = 1,
         max_samples: int | None = None,
         on_stale: OnStale = "drop",
-        order: FeedOrder = "first_come",
-        window: int | None = None,
         max_cost: float | None = None,
         max_retries: int = 3,
         lease_timeout: float | None = 1800.0,
-        drop_last: bool = False,
-        seed: int = 0,
         fn: Callable[[Sample[Any]], T] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         rules = _rules(given)
-        self.batch_size, self.group_size = given["batch_size"], given["group_size"]
-        server = self._server = FeedServer(source, rules, self.group_size, lease_timeout)
+        server = self._server = FeedServer(source, rules, given["group_size"], lease_timeout)
         self.identity: dict[str, Any] = server.identity
         FeedDataset.__init__(self, lambda: server, server.identity, fn, Seat())  # not self, which would be a circle
 
@@ -155,13 +143,8 @@ class Feed(Producers, FeedDataset[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self.close("it was closed" if kind is None else f"its block was left by {kind.__name__}")
-
-
-_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Feed.__init__).parameters.items()}
 
 
 def _rules(given: dict[str, Any]) -> Rules:
@@ -171,16 +154,12 @@ def _rules(given: dict[str, Any]) -> Rules:
         ConfigurationError: for what cannot work.
     """
     for name, least in _LEAST.items():
-        if given[name] is not None or _DEFAULTS[name] is not None:
+        if given[name] is not None or name not in _OPTIONAL:
             given[name] = at_least(name, given[name], least=least)
     one_of("on_stale", given["on_stale"], OnStale)
-    one_of("order", given["order"], FeedOrder)
-    fn = given["fn"]
     for name in ("max_cost", "lease_timeout"):
         if given[name] is not None and not given[name] > 0:
             raise ConfigurationError(f"{name} should be a number above 0, or None, but is {given[name]!r}")
-    if fn is not None and not callable(fn):
-        raise ConfigurationError(f"fn should be a function of a Sample, but is {fn!r}")
     group, most, steps = given["group_size"] or 1, given["max_samples"], given["steps_per_version"]
     for name in ("batch_size", "max_samples"):
         if given[name] is not None and given[name] % group:
@@ -193,7 +172,7 @@ def _rules(given: dict[str, Any]) -> Rules:
         raise ConfigurationError(
             f"a batch of {given['batch_size']} samples could never be formed: max_samples should be at least batch_size"
         )
-    same = ("on_stale", "order", "window", "max_cost", "max_retries", "drop_last", "seed")
+    same = ("on_stale", "max_cost", "max_retries")
     return Rules(size, limit, staleness, steps, **{name: given[name] for name in same})
 
 
@@ -205,18 +184,15 @@ def _end_untrained() -> None:
 
 
 def _watch_producers() -> None:
-    looks, pause = 0, threading.Event()
+    """Close the feeds when all threads that the interpreter waits for wait for room in feeds, or for leases."""
+    looks = 0
     while looks < _LOOKS:
-        pause.wait(_LOOK_EVERY_S)
-        looks = looks + 1 if _all_produce() else 0
+        time.sleep(_LOOK_EVERY_S)
+        waiting = {thread for server in threads.copied(servers) for thread in server.waiting_threads()}
+        looks = looks + 1 if waiting.issuperset(threads.waited_for()) else 0
     for server in threads.copied(servers):
-        server.end_untrained()
-
-
-def _all_produce() -> bool:
-    """Whether all threads that the interpreter waits for wait for room in feeds, or for leases."""
-    waiting = {thread for server in threads.copied(servers) for thread in server.waiting_threads()}
-    return all(each in waiting for each in threads.waited_for())
+        if not server.has_begun:
+            server.close("the program comes to its end, and has not trained on this feed")
 
 
 with contextlib.suppress(RuntimeError):  # the main thread has returned before this module was imported

@@ -12,24 +12,27 @@ import asyncio
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from asyncloader import threads
-from asyncloader.online.errors import closed
+from asyncloader.datasets.records import packed, pickled
+from asyncloader.online.errors import FeedClosedError, closed
 from asyncloader.online.forks import generation, keep_from_forks
-from asyncloader.online.link import Leased, Link, Request, ask
-from asyncloader.online.producers import Producers, cancel_later
+from asyncloader.online.link import Item, Leased, Link, Request, ask
+from asyncloader.online.producers import Producers
 from asyncloader.online.puts import Puts
 from asyncloader.online.wire import Channel, Unreadable, peer
+
+_GONE = "the feed behind this handle was dropped, or its process ended"
 
 
 class Connection:
     """The connection of a handle in one process: a `Link`.
 
     Args:
-        address: That of the feed.
         make_channel: Makes what messages travel by, on a loop.
 
     Raises:
@@ -38,21 +41,22 @@ class Connection:
     Attributes:
         address: That of the feed.
         version: The version of the weights when the last answer was sent.
+        puts: What this process puts ahead.
     """
 
     address: str
     version: int
 
-    def __init__(self, address: str, make_channel: Callable[[asyncio.AbstractEventLoop], Any]) -> None:
-        self.address, self.version = address, -1
+    def __init__(self, make_channel: Callable[[asyncio.AbstractEventLoop], Any]) -> None:
+        self.address, self.version = "", -1
+        self.puts: Puts = Puts(weakref.proxy(self))
         self._requests: dict[int, Request] = {}
         self._is_over, self._process = False, generation()
-        self._local = threading.local()  # one event loop runs in a thread
         self._loop = asyncio.new_event_loop()
         self._channel = make_channel(self._loop)
         greeting = self._requests[0] = Request()
-        threads.start(self._run, "asyncloader feed handle", self.close)
-        greeting.result()
+        threads.start(self._run, "asyncloader feed handle", self.finish)
+        self.address = greeting.result()
 
     def _run(self) -> None:
         try:
@@ -62,14 +66,10 @@ class Connection:
             self._fail()
 
     def call(self, request: Request, name: str, *arguments: Any) -> None:
-        """Make a call of the feed's server."""
-        self._requests[request.number] = request
-        try:
-            request.name = name
-            self._channel.send(request.number, (name, *arguments))
-        except BaseException:  # it cannot be pickled
-            self._requests.pop(request.number, None)
-            raise
+        """Make a call of the feed's server, after what was put ahead."""
+        self.puts.send()
+        note = partial(self._requests.__setitem__, request.number, request)
+        self._channel.send(request.number, (name, *arguments), note)
         if self._is_over:
             self._fail()
 
@@ -77,44 +77,52 @@ class Connection:
         """Have a call that waits be answered now."""
         self._channel.send(request.number, ("withdraw",))
 
-    def give_back(self, lease: int, *, failed: bool) -> None:
-        """Have what is leased be leased again."""
-        self._channel.send(lease, ("give_back", failed))
+    def give_back(self, lease: int, failed: bool, *made: Any) -> None:
+        """Have what is leased be leased again. A fork of the process leaves that to its parent."""
+        if self._process == generation():
+            self._channel.send(lease, ("give_back", failed, *map(pickled, made)))
 
-    def puts(self) -> Puts:
-        """Return what puts for the tasks of this event loop."""
-        loop = asyncio.get_running_loop()
-        puts: Puts | None = getattr(self._local, "puts", None)
-        if puts is None or puts.loop is not loop:
-            puts = self._local.puts = Puts(weakref.proxy(self), loop)
-        return puts
+    def dropped(self, reader: int, given: Callable[[], int]) -> None:
+        """Note how many batches the consumer of an iterator was given in all. Not in a fork of the process."""
+        if self._process == generation():
+            self._channel.send(reader, ("dropped", given))
 
     def close(self) -> None:
-        """End the connection, which gives the leases of this process back. Not in a fork of the process."""
+        """End the connection when what was put ahead is in, which gives the leases of this process back.
+
+        In a fork of the process, do nothing.
+        """
         if self._process == generation():
-            self._channel.close()
+            self.puts.close()
+
+    def end(self) -> None:
+        """End the connection."""
+        self._channel.close()
+
+    def finish(self) -> None:
+        """At the end of the program, wait until what was put ahead is in, and end the connection."""
+        if self.puts.is_ahead:
+            with suppress(FeedClosedError):
+                ask(self, "put", [], timeout=threads.LONGEST_S)
+        self.close()
 
     def _receive(self, number: int, message: Any) -> None:
         if (request := self._requests.pop(number, None)) is None:
             return
         if isinstance(message, Unreadable):
-            if request.name == "lease":
-                self._channel.send(number, ("refuse",))
-            text = f"what the feed has sent cannot be unpickled in this process: {message.reason}"
-            request.answer(None, RuntimeError(text))
+            self._channel.send(number, ("refuse",))
+            request.answer(None, RuntimeError(f"what the feed has sent cannot be unpickled in this process: {message}"))
             return
         error, value, self.version = message
-        if request.name == "lease" and value is not None:
-            value = Leased(self, *value)
-        request.answer(value, error)
+        request.answer(Leased(self, value) if isinstance(value, Item) else value, error)
 
     def _fail(self) -> None:
         """Tell those who wait that the feed has ended."""
         self._is_over = True
+        cause = ConnectionResetError() if self.version < 0 else None  # it has never answered
         while self._requests:
             _, request = self._requests.popitem()
-            error = closed(self.address, "the feed was dropped, or its process ended")
-            request.answer(None, no_feed(self.address, ConnectionRefusedError()) if self.version < 0 else error)
+            request.answer(None, closed(self.address, _GONE, cause))
 
 
 def connect(address: str, user: int) -> Connection:
@@ -130,13 +138,8 @@ def connect(address: str, user: int) -> Connection:
             raise PermissionError(f"the process of user {peer(sock)} listens there")
     except OSError as error:
         sock.close()
-        raise no_feed(address, error) from error
-    return Connection(address, partial(Channel, sock))
-
-
-def no_feed(address: str, error: Exception) -> Exception:
-    """Return the error of a handle whose feed is not there."""
-    return closed(address, "there is no feed behind this handle: it was closed, or its process ended", error)
+        raise closed(address, _GONE, error) from error
+    return Connection(partial(Channel, sock))
 
 
 class FeedHandle(Producers):
@@ -154,33 +157,33 @@ class FeedHandle(Producers):
     """
 
     def __init__(self, connect: Callable[[], Connection], identity: dict[str, Any]) -> None:
-        self._connects, self.identity = connect, identity
+        self._connects = connect
+        self.identity: dict[str, Any] = identity
         self._lock, self._process = threading.Lock(), generation()
         self._connection: Connection | None = None
 
     def __reduce__(self) -> Any:
         return FeedHandle, (self._connects, self.identity)
 
-    def put(
-        self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
-    ) -> Coroutine[Any, Any, None]:
-        """Put a sample, or a group: see `Feed.put`. What tasks put in one turn of their loop travels together.
+    async def flush(self) -> None:
+        """Wait until all that this process has put is in the feed.
 
-        Args:
-            samples: As there, and so on.
-            version: As there.
-            cost: As there.
-            priority: As there.
+        Raises:
+            Exception: of what was put, and is not in.
         """
-        return self._put_unit((samples, *self._made_with(version), cost, priority))
+        puts = self._connect().puts
+        await self._put_at_once(puts.request(), [])
+        puts.check()
 
-    async def _put_unit(self, unit: tuple[Any, ...]) -> None:
-        connection = self._connect()
-        try:
-            if await connection.puts().put(unit):
-                cancel_later()
-        finally:
-            del connection  # an error has the frames that it was raised in
+    async def _put(self, unit: tuple[Any, ...]) -> None:
+        puts = self._connect().puts
+        small, large = packed(unit)
+        if large:  # whose memory is the caller's again when this is over
+            await self._put_at_once(puts.request(), [unit])
+        elif not puts.put(small):
+            async with puts.turn():
+                if not puts.put(small):
+                    await self._put_at_once(puts.request(), [unit])
 
     def close_feed(self, reason: str = "it was closed") -> None:
         """Close the feed, for all: see `Feed.close`.
@@ -190,8 +193,19 @@ class FeedHandle(Producers):
         """
         ask(self._connect(), "shut", reason)
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        """Wait until what was put is in, unless an error has ended the block; end the connection of this process."""
+        try:
+            if kind is None:
+                await self.flush()
+        finally:
+            self.close()
+
     def close(self) -> None:
-        """End the connection of this process."""
+        """End the connection of this process, as soon as what it has put is in."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()

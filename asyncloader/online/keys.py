@@ -9,8 +9,8 @@ then a batch is charged against the bound.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -18,11 +18,11 @@ from weakref import WeakValueDictionary
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader import identity
-from asyncloader.errors import AsyncLoaderError, ConfigurationError, StateMismatchError
+from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.online.link import Link, Request, ask
 from asyncloader.online.runs import Seat
 from asyncloader.online.server import SampleKey
-from asyncloader.protocols import SuppliesKeys
+from asyncloader.protocols import SuppliesKeys, probe
 
 T = TypeVar("T")
 
@@ -95,6 +95,12 @@ class FeedDataset(FeedSamples[T], SuppliesKeys[T]):
         Raises:
             ConfigurationError: if it does not.
         """
+        sampler = options.index_sampler
+        if FeedBatches not in map(type, (sampler, probe(sampler, "batch_sampler"))):
+            raise ConfigurationError(
+                "a feed brings its batches: leave sampler and batch_sampler out. put(..., priority=...) has a sample "
+                "come before others, and feed.for_rank(...) divides batches among ranks"
+            )
         if not options.in_order:
             raise ConfigurationError(
                 "in_order=False has no place in a feed: which samples are trained is known by how many batches were "
@@ -158,14 +164,12 @@ class FeedBatches(Sampler[list[SampleKey]]):
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         """Iterate over the batches that follow those that were given to consumers."""
-        if self._keys is not None:
-            self._keys.tell()
         self._keys = FeedKeys(self._reach, self._seat)
         return self._keys
 
     def state(self, reader: int, number: int) -> dict[str, Any]:
         """Return the state before a batch of an iterator. That of the first peer of rank 0 has what waits."""
-        if (self._seat.rank, self._seat.peer) != (0, 0):
+        if not self._seat.is_first:
             return {"version": 1, "id": "", **self._what}
         state: dict[str, Any] = ask(self._reach(), "state", reader, number)
         return state
@@ -188,7 +192,7 @@ class FeedBatches(Sampler[list[SampleKey]]):
             StateMismatchError: if the state is of something else.
         """
         identity.check(state, self._what)
-        if (self._seat.rank, self._seat.peer) == (0, 0):
+        if self._seat.is_first:
             if "units" not in state:
                 raise StateMismatchError(
                     "the rank of the state", "another one", 0, "rank 0's first peer loads what was saved there"
@@ -247,6 +251,7 @@ class FeedKeys:
         self.number: int = 0
         self._reach, self._seat = reach, seat
         self._given = Given(int)
+        self._link: Link | None = None  # when it has begun
         self._next: tuple[int, Request] | None = None  # the batch that was asked for last
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
@@ -262,13 +267,17 @@ class FeedKeys:
         Raises:
             LoaderClosedError: if another iterator has begun. What this one has prefetched is given to that.
         """
-        if self.reader >= 0:
-            ask(self._reach(), "asked", self.reader, self._given)
+        if self._link is not None:
+            ask(self._link, "asked", self.reader, self._given)
 
-    def tell(self) -> None:
-        """Say how many batches were given, when another iterator is made, to a feed that may be gone."""
-        with suppress(AsyncLoaderError):
-            self.asked()
+    def end_with(self, consumer: object) -> None:
+        """Have the feed know, when this object is dropped, which batches it was given: another loop has the others."""
+        weakref.finalize(consumer, self.leave).atexit = False
+
+    def leave(self) -> None:
+        """Say how many batches were given. In any thread, and in the garbage collector."""
+        if self._link is not None:
+            self._link.dropped(self.reader, self._given)
 
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Whether the next batch is there, or the end: see :class:`asyncloader.protocols.ArrivingKeys`."""
@@ -282,11 +291,13 @@ class FeedKeys:
         return str(ask(self._reach(), "why_no_keys", in_vain))
 
     def _asked_for_next(self) -> Request:
-        if self.reader < 0:
-            self.reader = ask(self._reach(), "begin", self._seat, self._given)
+        if self._link is None:
+            link = self._reach()
+            self.reader = ask(link, "begin", self._seat, self._given)
+            self._link = link
         if self._next is None or self._next[0] != self.number:
             request = Request()
-            self._reach().call(request, "step", self.reader, self.number)
+            self._link.call(request, "step", self.reader, self.number)
             self._next = self.number, request  # now: an interrupt before this has it asked for again, not waited for
         return self._next[1]
 

@@ -22,24 +22,17 @@ The last batch j for which that is at most u + max_staleness is the deadline of 
 
 from __future__ import annotations
 
-import itertools
-import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 from asyncloader.online.errors import LeaseLostError
-from asyncloader.seeding.hashing import mix
 
 OnStale = Literal["drop", "keep", "recycle"]
-FeedOrder = Literal["first_come", "freshest", "priority", "random"]
 
 OUTCOMES = ("trained", "stale", "dropped", "failed", "recycled", "late")
-NOTHING: Any = object()
 WAITS: Any = object()
 """In place of what is not there yet."""
 
@@ -53,13 +46,8 @@ class Rules(NamedTuple):
         max_staleness: Versions that a unit may be old when it is trained; None for any.
         steps: Batches that a version is trained with.
         on_stale: What becomes of units that are older.
-        order: Which units come first.
-        window: A unit that is leased or pending is not overtaken by those whose number is higher by so much; None: by
-            any.
         max_cost: The most that units of a batch cost together; None for no bound.
         max_retries: How often a unit is leased again after a failure.
-        drop_last: Units that fill no batch at the end are not trained.
-        seed: Tells one random order from another.
     """
 
     size: int
@@ -67,45 +55,70 @@ class Rules(NamedTuple):
     max_staleness: int | None = None
     steps: int = 1
     on_stale: OnStale = "drop"
-    order: FeedOrder = "first_come"
-    window: int | None = None
     max_cost: float | None = None
     max_retries: int = 3
-    drop_last: bool = False
-    seed: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Unit:
-    """A sample, or a group of samples, from its lease or its put until it is settled.
+class Unit(NamedTuple):
+    """A sample, or a group of samples, from its lease or its put until it is settled. What changes it makes it anew.
+
+    So a state that is still to be written down has all units as they were. In the state they have no lease.
 
     Attributes:
         id: Ascending in the order in which units were leased or put.
-        item: The item that the source gave; `NOTHING` for a unit that was put without a lease.
-        samples: The samples that were put; empty before, and afterwards.
+        item: The item that the source gave; nothing for a unit that was put without a lease.
+        samples: The samples that were put; empty before.
         version: The version of the weights that made it, or of its lease.
         cost: The cost of all its samples.
-        priority: Units with more come first, where the order is by priority.
+        priority: Units with more come first.
         tries: How many leases of it have failed.
         partial: What a producer has made of the item for the next one to go on with, and the version of that; or
             nothing.
-        lease: The lease that it runs under.
+        lease: The lease that it runs under, or has run under.
     """
 
     id: int
-    item: Any = NOTHING
+    item: tuple[Any, ...] = ()
     samples: Sequence[Any] = ()
     version: int = 0
     cost: float = 0.0
     priority: float = 0.0
     tries: int = 0
-    partial: tuple[()] | tuple[Any, int] = ()
+    partial: tuple[Any, ...] = ()
     lease: int | None = None
 
     @property
     def value(self) -> Any:
         """What is leased: the item, or what has become of it so far."""
-        return self.partial[0] if self.partial else self.item
+        return (self.partial or self.item)[0]
+
+
+class ReadyUnits:
+    """Units that wait for the trainer: those with the highest priority first, and of these whoever came first."""
+
+    def __init__(self) -> None:
+        self._by_priority: dict[float, dict[int, Unit]] = {}
+        self._sorted: list[float] = []  # what priorities there are, with the sign of the highest first
+
+    def __bool__(self) -> bool:
+        return bool(self._sorted)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return chain.from_iterable(self._by_priority[-key].values() for key in self._sorted)
+
+    def add(self, unit: Unit) -> None:
+        """Put a unit behind the others of its priority."""
+        if unit.priority not in self._by_priority:
+            insort(self._sorted, -unit.priority)
+        self._by_priority.setdefault(unit.priority, {})[unit.id] = unit
+
+    def remove(self, unit: Unit) -> None:
+        """Take a unit out."""
+        units = self._by_priority[unit.priority]
+        del units[unit.id]
+        if not units:
+            del self._by_priority[unit.priority]
+            del self._sorted[bisect_left(self._sorted, -unit.priority)]
 
 
 class Ledger:
@@ -149,13 +162,10 @@ class Ledger:
         self.ages: Counter[int] = Counter()
         self.ended_leases: list[int] = []
         self._running: dict[int, Unit] = {}  # by lease
-        self._ready: dict[int, Unit] = {}  # by id, in the order in which they came
-        self._order = _order_of(rules)  # in which those come; None for that in which they came
+        self._ready = ReadyUnits()
         self._batches: deque[list[Unit]] = deque()  # from number `done` on
         self._next_lease = 0
         self._choice: list[Unit] | None = None  # the next batch, if that is known
-        # Of states that are still to be written: units that have changed since, as they were.
-        self._kept: WeakKeyDictionary[Callable[[], Any], dict[int, Any]] = WeakKeyDictionary()
         # Units that were not trained yet, by version. Those that are partly made count as running.
         self._new_ready: Counter[int] = Counter()
         self._new_running: Counter[int] = Counter()
@@ -163,14 +173,14 @@ class Ledger:
     # ---------------------------------------------------------------------------------------------------- producers
 
     @property
-    def has_room(self) -> bool:
-        """Whether another unit is admitted.
+    def room(self) -> int:
+        """How many more units are admitted.
 
         With a bound, a batch that was formed with fewer units counts as a whole one: what would be admitted in their
         place is not trained with it, but later.
         """
-        gaps = 0 if self.rules.max_staleness is None else self.formed * self.rules.size - self.done * self.rules.size
-        return len(self.units) + max(0, gaps - self.num_in_batches) < self.rules.limit
+        gaps = 0 if self.rules.max_staleness is None else (self.formed - self.done) * self.rules.size
+        return max(0, self.rules.limit - len(self.units) - max(0, gaps - self.num_in_batches))
 
     @property
     def num_running(self) -> int:
@@ -180,7 +190,7 @@ class Ledger:
     @property
     def num_ready(self) -> int:
         """How many units wait for the trainer."""
-        return len(self._ready)
+        return self._new_ready.total()
 
     @property
     def num_in_batches(self) -> int:
@@ -200,23 +210,22 @@ class Ledger:
             return False  # they may become too old, those of batches if the loop is left
         return self.ended or (self.source_over and not (self.pending or self._running))
 
-    def lease(self, item: Any = NOTHING) -> Unit:
+    def lease(self, *item: Any) -> Unit:
         """Lease an item of the source, where there is room; without one, the first unit that is pending.
 
         What is partly made has the version that it was begun with, and is begun anew if that is too old by now.
         """
-        unit = self.pending.popleft() if item is NOTHING else self._admit(item)
-        self._keep(unit)
-        unit.version = self.version
-        if unit.partial:
-            unit.version = unit.partial[1]
-            _uncount(self._new_running, unit.version)
-            if self._is_unfit(unit):
-                unit.partial, unit.version = (), self.version
-        unit.lease = self._next_lease
+        unit = self._admit(item) if item else self.pending.popleft()
+        version, partial = self.version, unit.partial
+        if partial:
+            version = partial[1]
+            _uncount(self._new_running, version)
+            if self._is_unfit(version):
+                version, partial = self.version, ()
+        lease = self._next_lease
         self._next_lease += 1
-        self._running[unit.lease] = unit
-        self._new_running[unit.version] += 1
+        unit = self._running[lease] = self._changed(unit, version=version, partial=partial, lease=lease)
+        self._new_running[version] += 1
         return unit
 
     def running(self, lease: int) -> Unit:
@@ -239,7 +248,7 @@ class Ledger:
             return "the lease has ended"
         if self.closed:
             return "the feed is closed"
-        return "what is made of it is too old by now" if self._is_unfit(unit) else ""
+        return "what is made of it is too old by now" if self._is_unfit(unit.version) else ""
 
     def put(self, samples: list[Any], version: int, cost: float, priority: float, lease: int | None = None) -> None:
         """Take the samples of a unit: of a lease, or new ones, where there is room.
@@ -247,9 +256,11 @@ class Ledger:
         Raises:
             LeaseLostError: if the lease has ended.
         """
-        unit = self._admit(NOTHING) if lease is None else self._end_lease(lease)
-        self._keep(unit)
-        unit.samples, unit.version, unit.cost, unit.priority = samples, version, cost, priority
+        if lease is None:
+            unit = self._admit((), samples, version, cost, priority)
+        else:
+            unit = self._end_lease(lease)
+            unit = self._changed(unit, samples=samples, version=version, cost=cost, priority=priority)
         self._accept(unit)
 
     def drop(self, lease: int) -> None:
@@ -260,21 +271,19 @@ class Ledger:
         """
         self._settle(self._end_lease(lease), "dropped")
 
-    def give_back(self, lease: int, *, failed: bool, partial: Any = NOTHING) -> None:
+    def give_back(self, lease: int, failed: bool, *made: Any) -> None:
         """Have another producer lease the unit; settle it if too many have failed. Ignore a lease that has ended.
 
         Args:
             lease: The lease.
             failed: It counts as a failure.
-            partial: What the other one goes on with, in place of the item.
+            made: What the other one goes on with, in place of the item.
         """
         if lease not in self._running:
             return
         unit = self._end_lease(lease)
-        self._keep(unit)
-        if partial is not NOTHING:
-            unit.partial = partial, unit.version
-        unit.tries += failed
+        partial = (made[0], unit.version) if made else unit.partial
+        unit = self._changed(unit, partial=partial, tries=unit.tries + failed)
         if unit.tries > self.rules.max_retries:
             self._settle(unit, "failed")
         else:
@@ -286,48 +295,40 @@ class Ledger:
         if unit.partial:
             self._new_running[unit.partial[1]] += 1
 
-    def _admit(self, item: Any) -> Unit:
-        unit = self.units[self.next_id] = Unit(self.next_id, item)
+    def _admit(self, *details: Any) -> Unit:
+        unit = self.units[self.next_id] = Unit(self.next_id, *details)
         self.next_id += 1
         return unit
+
+    def _changed(self, unit: Unit, **changes: Any) -> Unit:
+        changed = self.units[unit.id] = unit._replace(**changes)
+        return changed
 
     def _end_lease(self, lease: int) -> Unit:
         unit = self.running(lease)
         del self._running[lease]
         _uncount(self._new_running, unit.version)
-        unit.lease, self._choice = None, None
+        self._choice = None
         self.ended_leases.append(lease)
         return unit
 
     def _accept(self, unit: Unit) -> None:
         """Have a unit wait for the trainer, unless it is too old."""
-        if self._is_unfit(unit):
+        if self._is_unfit(unit.version):
             self._turn_away(unit)
         else:
-            self._make_ready(unit)
-
-    def _make_ready(self, unit: Unit) -> None:
-        self._add_ready(unit)
-        self._new_ready[unit.version] += 1
-        self._choice = None
-
-    def _add_ready(self, unit: Unit) -> None:
-        self._ready[unit.id] = unit
-        if self._order is not None:
-            self._order.add(unit.id, unit.version if self.rules.order == "freshest" else unit.priority)
+            self._ready.add(unit)
+            self._new_ready[unit.version] += 1
+            self._choice = None
 
     def _unready(self, unit: Unit) -> None:
-        del self._ready[unit.id]
-        if self._order is not None:
-            self._order.remove(unit.id)
+        self._ready.remove(unit)
         _uncount(self._new_ready, unit.version)
         self._choice = None
 
     def _settle(self, unit: Unit, outcome: str) -> None:
-        self._keep(unit)
         del self.units[unit.id]
         self.counts[outcome] += 1
-        unit.samples = ()
 
     # ------------------------------------------------------------------------------------------------------ trainer
 
@@ -346,7 +347,7 @@ class Ledger:
     def set_version(self, version: int) -> None:
         """Note that weights were updated; what is too old now is settled, or leased again."""
         self.version, self._choice = version, None
-        for unit in [unit for unit in self._ready.values() if self._is_unfit(unit)]:
+        for unit in [unit for unit in self._ready if self._is_unfit(unit.version)]:
             self._unready(unit)
             self._turn_away(unit)
 
@@ -389,12 +390,11 @@ class Ledger:
 
     def begin(self) -> None:
         """Have the units of batches that are not trained wait again, before all others: their consumer has left."""
-        others = [self._ready[number] for number in self._ready_ids]
-        self._ready, self._order = {}, _order_of(self.rules)
+        others, self._ready = self._ready, ReadyUnits()
         for unit in chain.from_iterable(self._batches):
             self._accept(unit)
         for unit in others:
-            self._add_ready(unit)
+            self._ready.add(unit)
         self._batches.clear()
         self.formed, self.ended, self._choice = self.done, False, None
 
@@ -402,7 +402,7 @@ class Ledger:
         """Note how old a batch is that the consumer asks for."""
         for unit in batch:
             self.ages[self.version - unit.version] += 1
-            self.counts["late"] += self._is_stale(unit)
+            self.counts["late"] += self._is_stale(unit.version)
 
     # ----------------------------------------------------------------------------------------------------- the bound
 
@@ -410,44 +410,40 @@ class Ledger:
         """Return the version that will train a batch at the latest."""
         return self.version - (self.done - batch) // self.rules.steps
 
-    def _is_stale(self, unit: Unit) -> bool:
+    def _is_stale(self, version: int) -> bool:
         most = self.rules.max_staleness
-        return most is not None and self.version - unit.version > most
+        return most is not None and self.version - version > most
 
-    def _is_unfit(self, unit: Unit) -> bool:
-        return self.rules.on_stale != "keep" and self._is_stale(unit)
+    def _is_unfit(self, version: int) -> bool:
+        return self.rules.on_stale != "keep" and self._is_stale(version)
 
     def _turn_away(self, unit: Unit) -> None:
         """Settle a unit that is too old, or have it leased again."""
-        if self.rules.on_stale == "recycle" and unit.item is not NOTHING:
+        if self.rules.on_stale == "recycle" and unit.item:
             self.counts["recycled"] += 1
-            self._keep(unit)
-            unit.samples = unit.partial = ()
-            self.pending.append(unit)
+            self.pending.append(self._changed(unit, samples=(), partial=()))
         else:
             self._settle(unit, "stale")
 
     def _choose(self) -> list[Unit] | None:
         """Return the next batch; None if the trainer has to wait for it."""
         rules, ending = self.rules, self.is_ending
-        if not self._ready or (len(self._ready) < rules.size and not ending and rules.max_cost is None):
+        if not self._ready or (self.num_ready < rules.size and not ending and rules.max_cost is None):
             return None
         if (musts := self._musts()) is None:
             return None
         batch: dict[int, Unit] = {}
         for version, count in musts:
-            new = [unit for unit in self._in_order() if unit.version <= version]
+            new = [unit for unit in self._ready if unit.version <= version]
             count -= sum(unit.id in batch for unit in new)
             missing = [unit for unit in new if unit.id not in batch]
             batch.update((unit.id, unit) for unit in missing[: max(0, min(count, rules.size - len(batch)))])
-        end = self._window()
-        rest = (unit for unit in self._in_order() if unit.id < end and unit.id not in batch)
+        rest = (unit for unit in self._ready if unit.id not in batch)
         batch.update([(unit.id, unit) for unit in islice(rest, rules.size - len(batch))])
         chosen = list(batch.values())
         within = self._within_cost(chosen)
         is_whole = len(within) == rules.size or len(within) < len(chosen)
-        is_enough = is_whole or (ending and not rules.drop_last)
-        return within if is_enough and len(within) >= self.parts else None
+        return within if (is_whole or ending) and len(within) >= self.parts else None
 
     def _musts(self) -> list[tuple[int, int]] | None:
         """Return how many units of each version, or older, have to be in the next batch, so that none gets too old.
@@ -473,24 +469,6 @@ class Ledger:
                 musts.append((version, min(count, ready)))
         return musts
 
-    def _window(self) -> float:
-        """Return the id from which on units would overtake too many others."""
-        waited_for = () if self.closed else (*self.pending, *self._running.values())
-        if self.rules.window is None or not waited_for:
-            return math.inf
-        return min(unit.id for unit in waited_for) + self.rules.window
-
-    def _in_order(self) -> Iterable[Unit]:
-        """Return the units that are ready with those first that the order prefers. Whoever needs few takes few."""
-        if self._order is None:
-            return self._ready.values()
-        return map(self._ready.__getitem__, self._order.drawn(self.rules.seed, self.formed))
-
-    @property
-    def _ready_ids(self) -> Iterable[int]:
-        """The units that are ready, in the order that the next choice goes by."""
-        return self._ready if self._order is None else self._order.ids
-
     def _within_cost(self, units: list[Unit]) -> list[Unit]:
         """Return the first units that cost no more together than a batch may; one for each part in any case."""
         if (most := self.rules.max_cost) is None:
@@ -511,7 +489,7 @@ class Ledger:
         counts = self.counts.copy()
         gone = {unit.id for batch in trained for unit in batch}
         counts["trained"] += len(gone)
-        units, kept = list(self.units.values()), dict[int, Any]()
+        units = list(self.units.values())
         state = {
             "done": self.done + len(trained),
             "version": self.version,
@@ -519,37 +497,18 @@ class Ledger:
             "source_over": self.source_over,
             "counts": dict(counts),
             "ages": dict(self.ages),
-            "ready": [*formed, *self._ready_ids],
+            "ready": [*formed, *(unit.id for unit in self._ready)],
         }
-
-        def write() -> dict[str, Any]:
-            written = []
-            for unit in units:
-                if unit.id not in gone:
-                    now = _written(unit)
-                    written.append(kept.get(unit.id, now))  # kept before it was changed
-            return {**state, "units": written}
-
-        self._kept[write] = kept
-        return write
-
-    def _keep(self, unit: Unit) -> None:
-        """Have states that are still to be written have a unit as it is now, before it is changed."""
-        if self._kept:
-            for kept in self._kept.values():
-                kept.setdefault(unit.id, _written(unit))
+        return lambda: {**state, "units": [unit[:-1] for unit in units if unit.id not in gone]}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is. Leases that were given out before have ended."""
         self.version, self.next_id, self.source_over = state["version"], state["next_id"], state["source_over"]
         self.counts, self.ages = Counter(state["counts"]), Counter(state["ages"])
-        self.units = {
-            written[0]: Unit(written[0], *written[1] or (NOTHING,), *written[2:]) for written in state["units"]
-        }
+        self.units = {written[0]: Unit(*written) for written in state["units"]}
         self._running.clear()
         self._new_running.clear()
-        self._ready.clear()
-        self._order = _order_of(self.rules)
+        self._ready = ReadyUnits()
         self._new_ready.clear()
         self._batches.clear()
         self.done = self.formed = state["done"]
@@ -564,86 +523,7 @@ class Ledger:
         self._choice = None
 
 
-def _order_of(rules: Rules) -> _Random | _HighestFirst | None:
-    if rules.order == "random":
-        return _Random()
-    return None if rules.order == "first_come" else _HighestFirst()
-
-
-class _HighestFirst:
-    """Numbers by their values, the highest first; those of one value in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._sorted: list[tuple[float, int, int]] = []
-        self._keys: dict[int, tuple[float, int, int]] = {}
-        self._came = itertools.count()
-
-    @property
-    def ids(self) -> Iterator[int]:
-        """The numbers."""
-        return (number for _, _, number in self._sorted)
-
-    def add(self, number: int, value: float) -> None:
-        """Put a number in."""
-        key = self._keys[number] = -value, next(self._came), number
-        insort(self._sorted, key)
-
-    def remove(self, number: int) -> None:
-        """Take a number out."""
-        del self._sorted[bisect_left(self._sorted, self._keys.pop(number))]
-
-    def drawn(self, seed: int, batch: int) -> Iterator[int]:
-        """Yield the numbers. They stay there: nobody knows how many are taken."""
-        return self.ids
-
-
-class _Random:
-    """Numbers that are drawn without replacement, each draw in constant time: the last one fills the gap of another.
-
-    Attributes:
-        ids: The numbers, in an order that says with the seed what is drawn next.
-    """
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self._places: dict[int, int] = {}
-
-    def add(self, number: int, value: float) -> None:
-        """Put a number in, whatever its value."""
-        self._places[number] = len(self.ids)
-        self.ids.append(number)
-
-    def remove(self, number: int) -> None:
-        """Take a number out."""
-        place, last = self._places.pop(number), self.ids.pop()
-        if last != number:
-            self.ids[place], self._places[last] = last, place
-
-    def drawn(self, seed: int, batch: int) -> Iterator[int]:
-        """Yield the numbers in the random order of a batch. They stay there: nobody knows how many are taken."""
-        moved: dict[int, int] = {}  # places whose numbers were drawn, and the places whose numbers fill them
-        for left in range(len(self.ids), 0, -1):
-            at = mix(seed, batch, left) % left
-            place, moved[at] = moved.get(at, at), moved.get(left - 1, left - 1)
-            yield self.ids[place]
-
-
 def _uncount(counts: Counter[int], version: int) -> None:
     counts[version] -= 1
     if not counts[version]:  # there are ever more versions
         del counts[version]
-
-
-def _written(unit: Unit) -> tuple[Any, ...]:
-    """Return the arguments to make a unit of."""
-    item = () if unit.item is NOTHING else (unit.item,)
-    return (
-        unit.id,
-        item,
-        unit.samples,
-        unit.version,
-        unit.cost,
-        unit.priority,
-        unit.tries,
-        unit.partial,
-    )

@@ -7,9 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
-
-from asyncloader.online.forks import generation
+from typing import Any, NamedTuple, Protocol
 
 _numbers = itertools.count(1)
 VERSION = -1
@@ -23,18 +21,14 @@ class Request(Future[Any]):
         number: Those with less were made before.
         attempt: Returns the answer, or `WAITS`. Called with the feed's lock held.
         outcome: The answer, and the error, when one of them is known.
-        num_producers: How many leases, or samples, wait for the answer.
         watches: The lease that it waits for the end of, or `VERSION`; None for others.
         thread: Waits for the answer; None for a task, or another process.
-        name: Of the call, where that is in another process.
     """
 
     attempt: Callable[[], Any]
     outcome: tuple[Any, Exception | None] = (None, None)
-    num_producers: int = 1
     watches: int | None = None
     thread: threading.Thread | None = None
-    name = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,8 +66,11 @@ class Link(Protocol):
     def withdraw(self, request: Request) -> None:
         """Have a call that waits be answered now, by None: nothing has come of it."""
 
-    def give_back(self, lease: int, *, failed: bool) -> None:
-        """Have what is leased be leased again. Also inside the garbage collector."""
+    def give_back(self, lease: int, failed: bool, *made: Any) -> None:
+        """Have what is leased be leased again, or what was made of it so far. Also inside the garbage collector."""
+
+    def dropped(self, reader: int, given: Callable[[], int]) -> None:
+        """Note how many batches the consumer of an iterator was given in all. Also inside the garbage collector."""
 
 
 def ask(link: Link, name: str, *arguments: Any, timeout: float | None = None) -> Any:
@@ -100,27 +97,37 @@ def give_up(link: Link, request: Request) -> None:
         link.withdraw(request)
 
 
-class Leased:
-    """What is leased. When the last reference goes, it is given back, unless it was settled.
+class Item(NamedTuple):
+    """An item that is leased.
 
-    Args:
-        link: Where it was leased.
-        lease: Number of the lease, there.
+    Attributes:
+        lease: Number of the lease, where it was leased.
         id: The id of the item.
-        item: As the source gave it.
+        value: As the source gave it, or what was made of it so far.
         version: The version of the weights.
         tries: How many leases of this item have failed before.
     """
 
     lease: int
     id: int
-    item: Any
+    value: Any
     version: int
     tries: int
 
-    def __init__(self, link: Link, lease: int, id: int, item: Any, version: int, tries: int) -> None:
-        self.lease, self.id, self.item, self.version, self.tries = lease, id, item, version, tries
-        self._finalizer = weakref.finalize(self, _give_back, weakref.ref(link), generation(), lease)
+
+class Leased:
+    """What is leased. When the last reference goes, it is given back, unless it was settled.
+
+    Args:
+        link: Where it was leased.
+        item: The item.
+    """
+
+    item: Item
+
+    def __init__(self, link: Link, item: Item) -> None:
+        self.item = item
+        self._finalizer = weakref.finalize(self, _give_back, weakref.ref(link), item.lease)
         self._finalizer.atexit = False
 
     @property
@@ -137,7 +144,7 @@ class Leased:
         self._finalizer.detach()
 
 
-def _give_back(link: weakref.ref[Link], process: int, lease: int) -> None:
-    """Give a lease back that was dropped. A fork leaves it to its parent."""
-    if process == generation() and (alive := link()) is not None:
-        alive.give_back(lease, failed=False)
+def _give_back(link: weakref.ref[Link], lease: int) -> None:
+    """Give a lease back that was dropped."""
+    if (alive := link()) is not None:
+        alive.give_back(lease, False)

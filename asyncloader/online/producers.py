@@ -11,20 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.errors import FeedClosedError, FeedFullError
-from asyncloader.online.forks import generation
 from asyncloader.online.keys import FeedDataset, Sample
-from asyncloader.online.ledger import NOTHING
 from asyncloader.online.link import Leased, Link, Request, ask, give_up
 from asyncloader.online.runs import Seat
 from asyncloader.online.stats import FeedStats
 
-MOST_UNITS = 256
-"""Units of one message."""
+_NOTHING: Any = object()
 
 
 class Producers:
@@ -40,9 +36,8 @@ class Producers:
 
         Raises:
             FeedClosedError: if there will be no more items, on entering the block.
-            ConfigurationError: if the feed has no source.
+            ConfigurationError: if the feed has no source, on entering the block.
         """
-        self._check_source()
         return Lease(self)
 
     def leases(self) -> Leases:
@@ -55,7 +50,6 @@ class Producers:
         Raises:
             ConfigurationError: if the feed has no source.
         """
-        self._check_source()
         return Leases(self)
 
     def put(
@@ -72,13 +66,13 @@ class Producers:
             version: The version of the weights that made them, the oldest of them; by default that of the feed at the
                 call, not when there is room.
             cost: The cost of all of them, tokens for example; by default their number.
-            priority: With ``order="priority"``: those with more come first.
+            priority: Of those that are ready, the ones with more come first.
 
         Raises:
             FeedClosedError: if the feed is closed.
             ValueError: if the feed cannot take them.
         """
-        return self._put([(samples, *self._made_with(version), cost, priority)])
+        return self._put((samples, *self._made_with(version), cost, priority))
 
     def put_many(self, many: Iterable[Any], *, version: int | None = None) -> Coroutine[Any, Any, None]:
         """Put many samples, or groups, one after the other: see `put`. Those before an error are put.
@@ -86,23 +80,28 @@ class Producers:
         If the task is cancelled meanwhile, the CancelledError says in its attribute ``num_put`` how many were put; a
         TimeoutError of a time limit has it as its ``__cause__``.
         """
-        made = self._made_with(version)
-        return self._put([(samples, *made, None, 0.0) for samples in many])
+        return self._put_many(many, *self._made_with(version))
 
-    async def _put(self, units: list[Any]) -> None:
-        num_put, request = 0, Request()
+    async def _put_many(self, many: Iterable[Any], *made_with: Any) -> None:
+        for num_put, samples in enumerate(many):
+            try:
+                await self._put((samples, *made_with, None, 0.0))
+            except asyncio.CancelledError as error:
+                error.num_put = num_put  # type: ignore[attr-defined]
+                raise
+
+    async def _put(self, unit: tuple[Any, ...]) -> None:
+        await self._put_at_once(Request(), [unit])
+
+    async def _put_at_once(self, request: Request, units: list[Any]) -> None:
+        """Have units be put, and wait for the answer."""
+        error = None
         try:
-            while left := units[num_put : num_put + MOST_UNITS]:
-                is_last, request = num_put + len(left) == len(units), Request()
-                count, error = await self._answer(request, (is_last * [(len(left), None)]).__contains__, "put", left)
-                num_put += count
-                if error is not None:
-                    raise error
-        except asyncio.CancelledError as error:
-            error.num_put = num_put + (request.outcome[0] or (0,))[0]  # type: ignore[attr-defined]
-            raise
+            error, _ = await self._answer(request, _is_in, "put", units)
+            if error is not None:
+                raise error
         finally:
-            del request
+            del request, error  # which has the frames that it was raised in
 
     def put_nowait(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
@@ -138,8 +137,11 @@ class Producers:
         unit = samples, *self._made_with(version), cost, priority
         if (answer := ask(self._link(), "put", [unit], timeout=timeout)) is None:
             raise FeedFullError(f"there was no room for another sample within {timeout} s")
-        if answer[1] is not None:
-            raise answer[1]
+        if (error := answer[0]) is not None:
+            try:
+                raise error
+            finally:
+                del answer, error  # which has the frames that it was raised in
 
     @property
     def version(self) -> int:
@@ -232,10 +234,6 @@ class Producers:
     def _link(self) -> Link:
         raise NotImplementedError
 
-    def _check_source(self) -> None:
-        if not self.identity["has_source"]:
-            raise ConfigurationError("there is nothing to lease: the feed was made without a source")
-
     def _made_with(self, version: int | None) -> tuple[int, bool]:
         """Return the version of samples, and whether that is what is known here, not what the caller says."""
         return (self._link().version, True) if version is None else (version, False)
@@ -260,13 +258,11 @@ class Producers:
 
     @staticmethod
     async def _wait(link: Link, request: Request, is_done: Callable[[Any], object]) -> None:
-        answered = asyncio.get_running_loop().create_future()
-        request.add_done_callback(partial(_wake, link, answered))
         try:
-            await asyncio.wait({answered})
+            await _answered(link, request)
         except asyncio.CancelledError:
             give_up(link, request)
-            await asyncio.wait({answered})
+            await _answered(link, request)
             if request.exception() is not None or not is_done(request.result()):
                 give_up(link, request)
                 raise
@@ -301,27 +297,13 @@ class Lease:
         self._leased: Leased | None = None
         self._is_async = False
         self._parts: list[tuple[Any, int, float]] = []  # with version and cost of each
-        self._process = generation()
 
     def __repr__(self) -> str:
         return "<Lease>" if self._leased is None else f"<Lease of item {self.id}, version {self.version}>"
 
-    def wait(self) -> Lease:
-        """Wait for the item, in a thread, if it is not there."""
-        if self._leased is None:
-            self._take(ask(self._producers._link(), "lease"))
-        return self
-
-    async def wait_async(self) -> Lease:
-        """Wait for the item, in a task, if it is not there."""
-        if self._leased is None:
-            self._take(await self._producers._answer(Request(), lambda answer: False, "lease"))
-        self._is_async = True
-        return self
-
     def _take(self, leased: Leased) -> None:
         self._leased, self._link = leased, self._producers._link()
-        self.id, self.value, self.version, self.tries = leased.id, leased.item, leased.version, leased.tries
+        _, self.id, self.value, self.version, self.tries = leased.item
 
     def put(self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0) -> Any:
         """Put the sample of this item, or the list of its group, which settles the lease. A task awaits it.
@@ -330,7 +312,7 @@ class Lease:
             samples: One sample; with ``group_size`` a list of so many.
             version: The version of the weights that made them, the oldest of them; by default that of the lease.
             cost: The cost of all of them, tokens for example; by default their number.
-            priority: With ``order="priority"``: those with more come first.
+            priority: Of those that are ready, the ones with more come first.
 
         Raises:
             LeaseLostError: if the lease has ended.
@@ -372,7 +354,7 @@ class Lease:
         Raises:
             LeaseLostError: if the lease has ended.
         """
-        lease = self._held().lease
+        lease = self._held().item.lease
         if self._is_async:
             return self._producers._answer(Request(), bool, "renew", lease)
         return ask(self._producers._link(), "renew", lease)
@@ -383,24 +365,26 @@ class Lease:
         The lease has ended, by its time limit for example; the sample would be too old, because the version has jumped;
         or the feed is closed. A lease that was settled, or given back, has ended too.
         """
-        leased = self._held()
-        if not leased.is_held:
-            return "the lease has ended"
+        lease = self._held().item.lease
         try:
-            why: str = await self._producers._answer(Request(), lambda answer: False, "lost", leased.lease)
+            why: str = await self._producers._answer(Request(), lambda answer: False, "lost", lease)
         except FeedClosedError as error:
             return str(error)
         return why
 
     def drop(self) -> None:
-        """Settle the item without samples.
+        """Settle the item without samples. A handle sends that, and does not wait.
 
         Raises:
-            LeaseLostError: if the lease has ended.
+            LeaseLostError: if the lease has ended, which a handle is not told.
         """
-        self._settle(None)
+        leased, request = self._held(), Request()
+        self._link.call(request, "settle", leased.item.lease, None)
+        if request.done():
+            request.result()
+        leased.end()
 
-    def retry(self, value: Any = NOTHING) -> None:
+    def retry(self, *, value: Any = _NOTHING) -> None:
         """Give the item back: another producer leases it, unless it has failed more than ``max_retries`` times.
 
         Args:
@@ -408,13 +392,8 @@ class Lease:
                 the version of this lease, as all that is made of it has; when that has become too old, the item is
                 leased as the source gave it. What was added is in it, or gone.
         """
-        leased, link = self._held(), self._link
-        if value is NOTHING:
-            link.give_back(leased.lease, failed=True)
-        else:
-            request = Request()
-            request.add_done_callback(partial(_give_back_all_the_same, link, leased.lease))
-            link.call(request, "hand_over", leased.lease, value)
+        leased, made = self._held(), () if value is _NOTHING else (value,)
+        self._link.give_back(leased.item.lease, not made, *made)
         leased.end()
 
     def _put(self, made: Any) -> Any:
@@ -422,12 +401,12 @@ class Lease:
 
     async def _put_async(self, made: Any) -> None:
         leased = self._held()
-        await self._producers._answer(Request(), bool, "settle", leased.lease, made)
+        await self._producers._answer(Request(), bool, "settle", leased.item.lease, made)
         leased.end()
 
     def _settle(self, made: Any) -> None:
         leased = self._held()
-        ask(self._producers._link(), "settle", leased.lease, made)
+        ask(self._producers._link(), "settle", leased.item.lease, made)
         leased.end()
 
     def _held(self) -> Leased:
@@ -436,23 +415,27 @@ class Lease:
         return self._leased
 
     def __enter__(self) -> Lease:
-        return self.wait()
+        """Wait for the item, if a loop over leases has not done so before."""
+        if self._leased is None:
+            self._take(ask(self._producers._link(), "lease"))
+        return self
 
     async def __aenter__(self) -> Lease:
-        return await self.wait_async()
+        """Wait for the item, if a loop over leases has not done so before."""
+        if self._leased is None:
+            self._take(await self._producers._answer(Request(), lambda answer: False, "lease"))
+        self._is_async = True
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Give the item back, unless it was settled.
 
-        A task that was cancelled or interrupted has not failed, nor has one whose feed was closed. A fork of the
-        process that leaves the block, to end, leaves the lease to its parent.
+        A task that was cancelled or interrupted has not failed, nor has one whose feed was closed.
         """
         own_end = error if isinstance(error, FeedClosedError) and error.feed == self._link.address else None
-        if self._process == generation() and (leased := self._held()).is_held:
+        if (leased := self._held()).is_held:
             failed = error is None or (isinstance(error, Exception) and own_end is None)
-            self._link.give_back(leased.lease, failed=failed)
+            self._link.give_back(leased.item.lease, failed)
             leased.end()
         return self._ends_loop and own_end is not None and not own_end.is_failure
 
@@ -475,7 +458,7 @@ class Leases:
 
     def __next__(self) -> Lease:
         try:
-            return Lease(self._producers, ends_loop=True).wait()
+            return Lease(self._producers, ends_loop=True).__enter__()
         except FeedClosedError as error:
             if error.is_failure:
                 raise
@@ -486,11 +469,23 @@ class Leases:
 
     async def __anext__(self) -> Lease:
         try:
-            return await Lease(self._producers, ends_loop=True).wait_async()
+            return await Lease(self._producers, ends_loop=True).__aenter__()
         except FeedClosedError as error:
             if error.is_failure:
                 raise
             raise StopAsyncIteration from None
+
+
+def _is_in(answer: Any) -> bool:
+    """Whether what was to be put is in."""
+    return answer is not None and answer[0] is None
+
+
+def _answered(link: Link, request: Request) -> asyncio.Future[None]:
+    """Return what a task waits for. It is awaited as it is: `asyncio.wait` would make five objects more of each."""
+    answered = asyncio.get_running_loop().create_future()
+    request.add_done_callback(partial(_wake, link, answered))
+    return answered
 
 
 def _wake(link: Link, answered: asyncio.Future[None], request: Any) -> None:
@@ -499,12 +494,6 @@ def _wake(link: Link, answered: asyncio.Future[None], request: Any) -> None:
         answered.get_loop().call_soon_threadsafe(_set, answered)
     except RuntimeError:
         give_up(link, request)
-
-
-def _give_back_all_the_same(link: Link, lease: int, request: Any) -> None:
-    """Give back what could not be handed over, as it was: what was made cannot be unpickled by the feed, perhaps."""
-    if request.exception() is not None:
-        link.give_back(lease, failed=True)
 
 
 def _set(answered: asyncio.Future[None]) -> None:

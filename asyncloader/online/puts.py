@@ -1,142 +1,116 @@
-"""Puts of other processes: those that tasks make in one turn of their event loop travel in one message.
+"""Puts ahead: a task in another process goes on before its sample has come to the feed, as far as there is room.
 
-    task ── unit ──> waiting ── one message at a time ──> the feed's server
-         <── outcome of each: it is in, or an error ──┘
+    task ── unit, pickled ──> what is ahead ── one message at a time ──> the feed's server
+         <── an error of one that was put before ──┘<── for how many more there is room ──┘
 
-The server takes units of a message as far as there is room, and none is wrong. Others are sent again, each by itself,
-and wait there: so a task whose sample is in goes on, whatever the others wait for, and nothing is sent more
-than twice. The same is done with a message that cannot be pickled or unpickled: whose fault that is shows then.
+A unit is pickled when it is put: its sample may be changed afterwards, and an error of pickle is raised by its own put.
+Messages travel in the order of puts, and before those of later calls. Without room, one task of a loop at a time asks
+the feed for its own sample, and waits there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
 from functools import partial
 from typing import Any
 
-from asyncloader.online.link import Link, Request
-from asyncloader.online.producers import MOST_UNITS
+from asyncloader.log import log
+from asyncloader.online.errors import FeedClosedError
+from asyncloader.online.link import Request
+from asyncloader.signals import HandlersWait
 
-_UNKNOWN: Any = object()
-
-
-class Put:
-    """A put of a task.
-
-    Args:
-        unit: Samples, their version and whether that is the default, cost, and priority.
-        answered: Ends when the outcome is known.
-
-    Attributes:
-        outcome: None if the unit is in, or the error.
-        request: The call that it was sent with last; None before.
-        is_withdrawn: Its task waits no longer: it is not sent again.
-    """
-
-    __slots__ = ("answered", "is_withdrawn", "outcome", "request", "unit")
-    answered: asyncio.Future[None]
-    unit: tuple[Any, ...]
-
-    def __init__(self, unit: tuple[Any, ...], answered: asyncio.Future[None]) -> None:
-        self.unit, self.answered = unit, answered
-        self.outcome: Exception | None = _UNKNOWN
-        self.request: Request | None = None
-        self.is_withdrawn: bool = False
-
-    def settle(self, outcome: Exception | None) -> None:
-        """Note the outcome, and have the task go on."""
-        self.outcome = outcome
-        if not self.answered.done():
-            self.answered.set_result(None)
+_MOST_AT_ONCE = 128
+"""Units that wait for an answer to others: the feed takes these while more are made."""
 
 
 class Puts:
-    """The puts of the tasks of one event loop.
+    """The puts of one process. In any thread.
 
     Args:
-        link: The connection.
-        loop: The event loop, on which everything here runs.
+        connection: Sends messages in the order of its calls.
     """
 
-    loop: asyncio.AbstractEventLoop
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._lock = threading.RLock()  # an answer may come at once
+        self._units: list[bytes] = []  # that are not sent
+        self._room = self._num_sent = 0  # for so many more; and so many are not answered
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._local = threading.local()  # one event loop runs in a thread
 
-    def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
-        self._link, self.loop = link, loop
-        self._waiting: list[Put] = []
-        self._turn: list[Put] | None = None  # what was sent together and is not answered; empty: it is about to be sent
-
-    async def put(self, unit: tuple[Any, ...]) -> bool:
-        """Wait until a unit is in; return whether the task was cancelled meanwhile, and too late.
+    def put(self, unit: bytes) -> bool:
+        """Put a pickled unit if there was room for it; return whether.
 
         Raises:
-            Exception: if the feed does not take it.
+            Exception: that of a unit that was put before. This one is not put.
         """
-        put = Put(unit, self.loop.create_future())
-        self._waiting.append(put)
-        if self._turn is None:
-            self._begin_turn()
-        try:
-            await put.answered
-            if put.outcome is not None:
-                raise put.outcome
-            return False
-        except asyncio.CancelledError:
-            await self._withdraw(put)
-            if put.outcome is not None:
-                raise
-            return True
-        finally:
-            del put  # an error has the frames that it was raised in, and would be in a circle with this
+        with self._lock:
+            self.check()
+            if is_room := self._room > 0:
+                self._room -= 1
+                self._units.append(unit)
+                if not self._num_sent or len(self._units) >= _MOST_AT_ONCE:
+                    self.send()
+            return is_room
 
-    async def _withdraw(self, put: Put) -> None:
-        """Take back the put of a task that is cancelled, unless it is in."""
-        if put in self._waiting:
-            self._waiting.remove(put)
-        elif put.outcome is _UNKNOWN and put.request is not None:
-            put.is_withdrawn, put.answered = True, self.loop.create_future()
-            self._link.withdraw(put.request)
-            await asyncio.wait({put.answered})
+    @property
+    def is_ahead(self) -> bool:
+        """Whether something was put that the feed may not have."""
+        return self._num_sent > 0 or bool(self._units)
 
-    def _begin_turn(self) -> None:
-        """Send what waits when all tasks of this turn of the loop have had theirs."""
-        self._turn = []
-        self.loop.call_soon(self._send_turn)
+    def send(self) -> None:
+        """Send what is ahead now, whatever is on its way."""
+        with HandlersWait(), self._lock:
+            if self._units:
+                units, self._units = self._units, []
+                self._num_sent += len(units)
+                self._connection.call(self.request(len(units)), "put", units)
 
-    def _send_turn(self) -> None:
-        self._turn, self._waiting = self._waiting[:MOST_UNITS], self._waiting[MOST_UNITS:]
-        if self._turn:
-            self._send(self._turn)
-        else:
-            self._turn = None
-
-    def _send(self, puts: Sequence[Put]) -> None:
+    def request(self, count: int = 0) -> Request:
+        """Return a request of puts, of which so many were put ahead."""
         request = Request()
-        for put in puts:
-            put.request = request
-        request.add_done_callback(partial(self._hear, puts))
+        request.add_done_callback(partial(self._hear, count))
+        return request
+
+    def check(self) -> None:
+        """Raise what became of a unit that was put ahead, once."""
+        error, self._error = self._error, None
         try:
-            self._link.call(request, "put", [put.unit for put in puts])
-        except Exception as error:  # it cannot be pickled
-            request.answer(None, error)
+            if error is not None:
+                raise error
+        finally:
+            del error  # whose frames have this one
 
-    def _hear(self, puts: Sequence[Put], request: Any) -> None:
-        """Have an answer be looked at on the loop. In any thread."""
-        with suppress(RuntimeError):  # it was closed, and nobody waits
-            self.loop.call_soon_threadsafe(self._answered, puts, request)
+    def turn(self) -> asyncio.Lock:
+        """Return what the tasks of this event loop hold that find no room, one at a time."""
+        loop = asyncio.get_running_loop()
+        if getattr(self._local, "loop", None) is not loop:
+            self._local.loop, self._local.turn = loop, asyncio.Lock()
+        return self._local.turn  # type: ignore[no-any-return]
 
-    def _answered(self, puts: Sequence[Put], request: Request) -> None:
-        answer, error = request.outcome
-        count, refused = answer or (0, error if len(puts) == 1 else None)
-        for put in puts[:count]:
-            put.settle(None)
-        if refused is not None:
-            puts[count].settle(refused)
-        for put in puts[count + (refused is not None) :]:
-            if put.is_withdrawn:
-                put.settle(_UNKNOWN)
-            else:
-                self._send([put])
-        if puts is self._turn:
-            self._begin_turn()
+    def close(self) -> None:
+        """End the connection, as soon as what is ahead has come to the feed."""
+        with self._lock:
+            self._is_closed = True
+            self.send()
+            self._go_on()
+
+    def _hear(self, count: int, request: Any) -> None:
+        with self._lock:
+            answer, failed = request.outcome
+            error, room = answer or (failed, 0)
+            self._num_sent -= count
+            self._room = room - self._num_sent - len(self._units)
+            if count:
+                self._error = self._error or error
+                self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._num_sent:
+            self.send()
+        if self._is_closed and not self._num_sent:
+            self._connection.end()
+            if self._error is not None and not isinstance(self._error, FeedClosedError):
+                log.warning("What was put by a process that has left its feed is not in: %s", self._error)

@@ -38,6 +38,11 @@ class Seat(NamedTuple):
     peer: int = 0
     num_peers: int = 1
 
+    @property
+    def is_first(self) -> bool:
+        """Whether states of the feed are saved and loaded here."""
+        return self.rank == self.peer == 0
+
 
 @dataclass(slots=True)
 class Reader:
@@ -109,7 +114,13 @@ class Runs:
             LoaderClosedError: if another iterator has begun.
         """
         if number not in self.coming:
-            self._reader(number).given = given
+            self._reader(number)
+            self.count(number, given)
+
+    def count(self, number: int, given: Callable[[], int]) -> None:
+        """Take what counts the batches that an iterator's consumer was given; nothing more, if another has begun."""
+        if number in self._readers:
+            self._readers[number].given = given
             self._ledger.finish(self._first + min(reader.given() for reader in self._readers.values()))
 
     def part(self, number: int, batch: int) -> list[Unit] | None:

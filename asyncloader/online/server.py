@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
+import functools
 import math
-import pickle
 import secrets
 import threading
 import weakref
@@ -27,18 +26,21 @@ from time import monotonic
 from typing import Any, SupportsFloat, TypeAlias
 
 from asyncloader import identity, threads
-from asyncloader.datasets.records import Pickler
+from asyncloader.datasets.records import Pickles
 from asyncloader.epochs import as_number
-from asyncloader.errors import StateMismatchError
-from asyncloader.online.door import Door
+from asyncloader.errors import ConfigurationError, StateMismatchError
+from asyncloader.online.door import Client, Door
 from asyncloader.online.errors import FeedClosedError, closed
 from asyncloader.online.forks import generation
-from asyncloader.online.ledger import NOTHING, WAITS, Ledger, Rules, Unit
-from asyncloader.online.link import VERSION, Leased, Request
+from asyncloader.online.ledger import OUTCOMES, WAITS, Ledger, Rules, Unit
+from asyncloader.online.link import VERSION, Item, Leased, Request
 from asyncloader.online.runs import Runs, Seat
 from asyncloader.online.source import Source, written
 from asyncloader.online.stats import FeedStats, Stopwatch
 from asyncloader.signals import HandlersWait
+
+MOST_AHEAD = 256
+"""Units that a process puts before it hears of them."""
 
 servers: weakref.WeakSet[FeedServer] = weakref.WeakSet()
 """Those of this process."""
@@ -46,6 +48,17 @@ servers: weakref.WeakSet[FeedServer] = weakref.WeakSet()
 SampleKey: TypeAlias = tuple[int, int, int, Any]
 """A sample as the key of itself: number of its unit, its place in that, its version, and the
 sample. A plain tuple is pickled in a fifth of the time that a class of our own takes."""
+
+
+def _decided(decide: Callable[..., Any]) -> Callable[..., None]:
+    """Make a call of a method that decides with the lock held, and returns the answer."""
+
+    @functools.wraps(decide)
+    def call(server: FeedServer, request: Request, *arguments: Any) -> None:
+        with Change(server):
+            server._answer(request, decide(server, *arguments))
+
+    return call
 
 
 class FeedServer:
@@ -58,8 +71,10 @@ class FeedServer:
         lease_timeout: How long a lease lasts, in seconds; None for ever.
 
     Attributes:
+        address: Tells the feed from others, in all processes.
         ledger: Decides.
         identity: What states belong to.
+        clients: Those of other processes.
     """
 
     def __init__(self, source: Any, rules: Rules, group_size: int | None, lease_timeout: float | None) -> None:
@@ -68,6 +83,7 @@ class FeedServer:
         self.identity: dict[str, Any] = {"kind": "Feed", "group_size": group_size, "has_source": source is not None}
         self._group_size = group_size
         self._process = generation()
+        self.address: str = secrets.token_hex(8)
         this = weakref.ref(self)
         self._source = None if source is None else Source(source, partial(_item_came, this), partial(_may_begin, this))
         self._lock = threading.Lock()
@@ -87,6 +103,7 @@ class FeedServer:
         self._lease_timeout = lease_timeout or math.inf
         self._deadlines: dict[int, float] = {}  # of leases, the oldest first
         self._door: Door | None = None
+        self.clients: weakref.WeakSet[Client] = weakref.WeakSet()
         self._begin_life()
         servers.add(self)
         threads.awaited.add(self)
@@ -126,32 +143,23 @@ class FeedServer:
         """Lease the next item."""
         self._wait(request, self._leasers, self._try_lease)
 
-    def settle(self, request: Request, lease: int, made: tuple[Any, int, Any, Any, bool] | None) -> None:
+    @_decided
+    def settle(self, lease: int, made: tuple[Any, int, Any, Any, bool] | None) -> bool:
         """Settle what is leased: by samples with version, cost, priority, and whether they are parts; or by none."""
-        with Change(self):
-            if made is None:
-                self.ledger.drop(lease)
-            else:
-                self._check_open()
-                self.ledger.running(lease)
-                self.ledger.put(*self._checked(*made), lease)
-            self._deadlines.pop(lease, None)
-            self._answer(request, True)
-
-    def hand_over(self, request: Request, lease: int, partial: Any) -> None:
-        """Have what is leased be leased again, as something that is partly made."""
-        with Change(self):
+        if made is None:
+            self.ledger.drop(lease)
+        else:
+            self._check_open()
             self.ledger.running(lease)
-            self.ledger.give_back(lease, failed=False, partial=partial)
-            self._deadlines.pop(lease, None)
-            self._answer(request, True)
+            self.ledger.put(*self._checked(*made), lease)
+        self._deadlines.pop(lease, None)
+        return True
 
-    def renew(self, request: Request, lease: int) -> None:
+    @_decided
+    def renew(self, lease: int) -> None:
         """Have the time limit of a lease begin again."""
-        with Change(self):
-            self.ledger.running(lease)
-            self._limit(lease)
-            self._answer(request, None)
+        self.ledger.running(lease)
+        self._limit(lease)
 
     def lost(self, request: Request, lease: int) -> None:
         """Wait until nobody would take what is made of a lease; the answer says why."""
@@ -168,67 +176,93 @@ class FeedServer:
 
         self._watch(request, VERSION, attempt)
 
-    def pause(self, request: Request, is_paused: bool) -> None:
+    @_decided
+    def pause(self, is_paused: bool) -> None:
         """Lease nothing, from now on or no more."""
-        with Change(self):
-            self._is_paused = is_paused
-            self._answer(request, None)
+        self._is_paused = is_paused
 
-    def put(self, request: Request, units: list[tuple[Any, int, bool, float | None, float]]) -> None:
-        """Put units, one after the other, as far as there is room: for one at least, or an error.
+    def put(self, request: Request, units: Iterable[tuple[Any, ...] | Exception]) -> None:
+        """Put units, one after the other, as soon as there is room. Those that are wrong are left out.
 
-        The answer is how many are in, and the error of the one that follows. What comes after that is not looked at.
+        The answer is the error of the first of these, and for how many more units of this process there is room.
 
         Whoever waits for room waits while weights are updated: the samples were made with those of before. But a state
         that was loaded meanwhile may have taken the version back.
         """
-        request.num_producers = len(units)
+        left, errors = deque(units), list[Exception]()
 
         def attempt() -> Any:
-            for count, (samples, version, is_default, cost, priority) in enumerate(units):
+            room = 0
+            while left:
                 try:
                     self._check_open()
-                    own = min(version, self.ledger.version) if is_default else version
-                    unit = self._checked(samples, own, cost, priority)
+                    unit = self._put_unit(left[0])
+                    room = room or self.ledger.room
+                    if not room:
+                        return WAITS
+                    self.ledger.put(*unit)
+                    room -= 1
                 except Exception as error:
-                    return count, _portable(error)
-                if not self.ledger.has_room:
-                    return (count, None) if count else WAITS
-                self.ledger.put(*unit)
-            return len(units), None
+                    errors.append(error.with_traceback(None))
+                left.popleft()
+            return errors[0] if errors else None, self._num_ahead()
 
         self._wait(request, self._putters, attempt)
 
-    def begin(self, request: Request, seat: Seat, given: Callable[[], int]) -> None:
+    def _put_unit(self, unit: tuple[Any, ...] | Exception) -> tuple[list[Any], int, float, float]:
+        if isinstance(unit, Exception):
+            raise unit
+        samples, version, is_default, cost, priority = unit
+        return self._checked(samples, min(version, self.ledger.version) if is_default else version, cost, priority)
+
+    def _num_ahead(self) -> int:
+        """Return how many units a process may put before it hears of them: its share of the room there is."""
+        if self.ledger.closed or not (room := self.ledger.room):
+            return 0
+        return min(MOST_AHEAD, max(1, room // max(1, len(self.clients))))
+
+    @_decided
+    def begin(self, seat: Seat, given: Callable[[], int]) -> int:
         """Give batches to an iterator from now on, when all seats have begun: first those that none was given.
 
         Args:
-            request: The answer is the number of the iterator.
             seat: Where it is.
             given: Counts its batches that the consumer was given, without a lock.
-        """
-        with Change(self):
-            self._answer(request, self._runs.begin(seat, given))
-            if self._door is not None and self.has_begun:  # until now a trainer may come after the main thread's end
-                self._door.end_at_exit()
 
-    def asked(self, request: Request, reader: int, given: Callable[[], int]) -> None:
+        Returns:
+            int: The number of the iterator.
+        """
+        number = self._runs.begin(seat, given)
+        if self._door is not None and self.has_begun:  # until now a trainer may come after the main thread's end
+            self._door.end_at_exit()
+        return number
+
+    @_decided
+    def asked(self, reader: int, given: Callable[[], int]) -> None:
         """Note that a consumer asks for its next batch: those that all were given are trained."""
-        with Change(self):
-            self._runs.asked(reader, given)
-            self._answer(request, None)
+        self._runs.asked(reader, given)
+
+    def dropped(self, reader: int, given: Callable[[], int]) -> None:
+        """Note how many batches the consumer of an iterator was given in all. Also inside the garbage collector."""
+        self._soon(partial(self._runs.count, reader, given))
 
     def leave(self, reader: int) -> None:
         """Note that the process of an iterator has ended."""
-        with Change(self):
-            self._runs.leave(reader)
+        self._soon(partial(self._runs.leave, reader))
 
     def step(self, request: Request, reader: int, number: int) -> None:
         """Take an iterator's part of a batch: keys of samples; None at the end. It is formed now if it is the next."""
         self._wait(request, self._readers, partial(self._part, reader, number))
 
-    def state(self, request: Request, reader: int = -1, step: int = 0) -> None:
+    def state(self, request: Request, *where: int) -> None:
         """Take the state before a step of an iterator; of one that is given nothing, as the next one would begin."""
+        state = self.write_state(*where)
+        (units,) = state["units"]
+        units["units"] = units["units"].copied()
+        request.answer(state)
+
+    def write_state(self, reader: int = -1, step: int = 0) -> dict[str, Any]:
+        """Return a state with its units as pickles, which takes its time: others go on meanwhile."""
         with Change(self):
             number = self._runs.position(reader, step)
             write = self.ledger.state(number)
@@ -237,15 +271,14 @@ class FeedServer:
         units = write()
         # As values, and no pickle: whoever trusts a file can tell by torch.load. In a tuple, which
         # torch.distributed.checkpoint does not look into, so the keys of two states are the same.
-        state = {
+        return {
             "version": 1,
             "id": f"{life}-{number}",
             **self.identity,
             "life": life,
             "source": None if place is None else written(place),
-            "units": ({**units, "units": _copied(units["units"])},),
+            "units": ({**units, "units": Pickles(units["units"])},),
         }
-        request.answer(state)
 
     def load(self, request: Request, loaded: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is.
@@ -255,7 +288,7 @@ class FeedServer:
         """
         identity.check(loaded, self.identity)
         (units,) = loaded["units"]
-        units = {**units, "units": _copied(units["units"])}  # the state stays as it is
+        units = {**units, "units": Pickles(units["units"]).copied()}  # the state stays as it is
         with Change(self):
             self._check_keeps_all(loaded["life"], units["next_id"])
             if self._source is not None:
@@ -266,14 +299,13 @@ class FeedServer:
             self._begin_life()
             self._answer(request, None)
 
-    def update(self, request: Request, version: int) -> None:
+    @_decided
+    def update(self, version: int) -> None:
         """Note that the weights were updated."""
-        with Change(self):
-            now = self.ledger.version
-            if (number := _as_version(version)) is None or number < now:
-                raise ValueError(f"version should be an integer that does not go back from {now}, but got {version!r}")
-            self.ledger.set_version(number)
-            self._answer(request, None)
+        now = self.ledger.version
+        if (number := _as_version(version)) is None or number < now:
+            raise ValueError(f"version should be an integer that does not go back from {now}, but got {version!r}")
+        self.ledger.set_version(number)
 
     def withdraw(self, request: Request) -> None:
         """Have a call that waits be answered now, by None: nothing has come of it."""
@@ -283,9 +315,9 @@ class FeedServer:
                     waiting.remove(request)
                     self._answer(request, None)
 
-    def give_back(self, lease: int, *, failed: bool) -> None:
+    def give_back(self, lease: int, failed: bool, *made: Any) -> None:
         """Have what is leased be leased again. Also inside the garbage collector, while this thread has the lock."""
-        self._soon(partial(self.ledger.give_back, lease, failed=failed))
+        self._soon(partial(self.ledger.give_back, lease, failed, *made))
 
     # ----------------------------------------------------------------------------------------------------- producers
 
@@ -307,33 +339,29 @@ class FeedServer:
             raise ValueError(
                 f"version should be an integer from 0 to that of the feed, {self.ledger.version}, but got {version!r}"
             )
-        most, order = self.ledger.rules.max_cost, self.ledger.rules.order
-        if most is not None and (cost is None or _checked_cost(cost) > most):
+        checked = float(len(samples)) if cost is None else _as_float("cost", cost, least=0.0)
+        if (most := self.ledger.rules.max_cost) is not None and (cost is None or checked > most):
             raise ValueError(f"cost should be at most max_cost, {most}, but got {cost!r}")
-        cost = float(len(samples)) if cost is None else _checked_cost(cost)
-        if not _is_number(priority) or math.isnan(priority := float(priority)):
-            raise ValueError(f"priority should be a number, but got {priority!r}")
-        if priority and order != "priority":
-            raise ValueError(f'priority is for order="priority": with {order!r} it has no effect')
-        return list(samples), number, cost, priority
+        return list(samples), number, checked, _as_float("priority", priority, least=-math.inf)
 
     def _try_lease(self) -> Any:
         ledger, source = self.ledger, self._source
-        assert source is not None
+        if source is None:
+            raise ConfigurationError("there is nothing to lease: the feed was made without a source")
         if ledger.closed:
             raise self._closed_error()
         if self._is_paused:
             return WAITS
         unit = ledger.lease() if ledger.pending and not ledger.ended else None
         # After the end there may be items again: another loop may find that prefetched samples are too old by now.
-        while unit is None and ledger.has_room and not (ledger.ended or ledger.source_over or source.waits):
+        while unit is None and ledger.room and not (ledger.ended or ledger.source_over or source.waits):
             unit = self._lease_next(source)
         if unit is None or unit.lease is None:
             if ledger.is_settled:
                 raise closed(self.address, "the source has ended, and all its items are settled")
             return WAITS
         self._limit(unit.lease)
-        return Leased(self, unit.lease, unit.id, unit.value, unit.version, unit.tries)
+        return Leased(self, Item(unit.lease, unit.id, unit.value, unit.version, unit.tries))
 
     def _limit(self, lease: int) -> None:
         """Have a lease end when its time is up, from now on."""
@@ -350,18 +378,12 @@ class FeedServer:
             self.ledger.source_over = True
             return None
         except Exception as error:
-            self._fail(source, error)
+            why, kept = f"its source has raised {type(error).__name__}", error
+            with contextlib.suppress(Exception):  # the frames that the error itself is raised through refer to this
+                kept = copy.copy(error)
+            self._close(why, kept)
             raise
         return None if item is WAITS else self.ledger.lease(item)
-
-    def _fail(self, source: Source, error: Exception) -> None:
-        """Close the feed, because its source has raised."""
-        self._error, self.ledger.closed = error, True
-        with contextlib.suppress(Exception):  # the frames that the error itself is raised through refer to the server
-            self._error = copy.copy(error)
-        self._closed_by = f"its source has raised {type(error).__name__}"
-        source.close()
-        self._end_limits()
 
     def item_came(self) -> None:
         """Have those who wait for a lease look again. In the thread that reads the source."""
@@ -377,11 +399,6 @@ class FeedServer:
 
     def _closed_error(self) -> FeedClosedError:
         return closed(self.address, f"the feed takes no more: {self._closed_by}", self._error)
-
-    @property
-    def address(self) -> str:
-        """Tells it from other feeds, in other processes as well, once there is a door."""
-        return str(id(self)) if self._door is None else self._door.path
 
     # -------------------------------------------------------------------------------------------------------- batches
 
@@ -401,21 +418,22 @@ class FeedServer:
             raise self._closed_error()
         return units if units is None or units is WAITS else _keys_of(units)
 
-    def why_no_keys(self, request: Request, in_vain: bool) -> None:
+    @_decided
+    def why_no_keys(self, in_vain: bool) -> str:
         """Say what the next batch waits for; "" if that has to be in vain, and some producer has a lease."""
-        with Change(self):
-            ready, size, leased = self.ledger.num_ready, self.ledger.rules.size, self.ledger.num_running
-            producers = f"producers have leases of {leased}" if leased else "no producer has a lease"
-            producers += ", and it is paused" * self._is_paused
-            if coming := self._runs.coming:
-                producers = f"only {len(coming)} processes of the training have begun, and {producers}"
-            why = f"its feed has {ready} of {size} samples or groups, and {producers}"
-            self._answer(request, "" if in_vain and leased and not coming else why)
+        ready, size, leased = self.ledger.num_ready, self.ledger.rules.size, self.ledger.num_running
+        producers = f"producers have leases of {leased}" if leased else "no producer has a lease"
+        producers += ", and it is paused" * self._is_paused
+        if coming := self._runs.coming:
+            producers = f"only {len(coming)} processes of the training have begun, and {producers}"
+        elif in_vain and leased:
+            return ""
+        return f"its feed has {ready} of {size} samples or groups, and {producers}"
 
     def _check_keeps_all(self, life: str, next_id: int) -> None:
         """See that nothing is lost that waits, and was put without a lease, by a state of this life or another one."""
         first = max(self._first_id, next_id if life == self._life else 0)
-        lost = sum(unit.item is NOTHING and unit.id >= first for unit in self.ledger.units.values())
+        lost = sum(not unit.item and unit.id >= first for unit in self.ledger.units.values())
         if lost:
             raise StateMismatchError(
                 "the number of samples, or groups, that were put or leased",
@@ -442,40 +460,26 @@ class FeedServer:
                     self._door.end_at_exit()
             return self._door
 
-    def shut(self, request: Request, reason: str) -> None:
+    @_decided
+    def shut(self, reason: str) -> None:
         """Take no more samples, and lease no more items."""
-        self.close(reason)
-        request.answer(None)
+        self._close(reason)
 
     def close(self, reason: str) -> None:
-        """Take no more samples, and lease no more items."""
-        if self._process == generation():
-            with Change(self):
-                self._close(reason)
+        """Take no more samples, and lease no more items. In a fork of the process, do nothing."""
+        self._soon(partial(self._close, reason))
 
-    def _close(self, reason: str) -> None:
-        self._closed_by = self._closed_by or reason
-        self.ledger.closed = True
+    def _close(self, reason: str, error: Exception | None = None) -> None:
+        self.ledger.closed, self._closed_by, self._error = True, self._closed_by or reason, self._error or error
         if self._source is not None:
             self._source.close()
-        self._end_limits()
-        if self._door is not None:
-            self._door.close()
-
-    def _end_limits(self) -> None:
-        """Look no more, because nothing is put any more."""
-        if self._timer is not None:
+        if self._timer is not None:  # nothing is put any more
             self._timer.cancel()
 
     def end_with_program(self) -> None:
         """Close the feed if its loader has begun, and has ended with all who train: producers would wait for ever."""
         if self.has_begun:
-            self._soon(partial(self._close, "the program that trains comes to its end"))
-
-    def end_untrained(self) -> None:
-        """Close the feed if its loader has not begun, and nobody is left who could have it begin."""
-        if not self.has_begun:
-            self._soon(partial(self._close, "the program comes to its end, and has not trained on this feed"))
+            self.close("the program that trains comes to its end")
 
     def waiting_threads(self) -> list[threading.Thread | None]:
         """Return the threads that wait for room, or for leases."""
@@ -488,7 +492,7 @@ class FeedServer:
                 if due > now:
                     break
                 del self._deadlines[lease]
-                self.ledger.give_back(lease, failed=True)
+                self.ledger.give_back(lease, True)
             self._due = math.inf
             self._look_at(next(iter(self._deadlines.values()), math.inf))
 
@@ -502,13 +506,23 @@ class FeedServer:
             weakref.finalize(self, timer.cancel).atexit = False
             timer.start()
 
-    def stats(self, request: Request) -> None:
+    @_decided
+    def stats(self) -> FeedStats:
         """Say what became of the samples so far."""
-        with Change(self):
-            handles = 0 if self._door is None else self._door.num_connections
-            waits = self._trainer_waits.total_s, self._producers_wait.total_s
-            waiting = sum(request.num_producers for request in (*self._leasers, *self._putters))
-            self._answer(request, FeedStats.of(self.ledger, handles, waiting, *waits))
+        ledger = self.ledger
+        return FeedStats(
+            ledger.version,
+            ledger.num_running,
+            len(ledger.pending),
+            ledger.num_ready,
+            ledger.num_in_batches,
+            {name: ledger.counts[name] for name in OUTCOMES},
+            dict(sorted(ledger.ages.items())),
+            len(self.clients),
+            len(self._leasers) + len(self._putters),
+            self._trainer_waits.total_s,
+            self._producers_wait.total_s,
+        )
 
     # ------------------------------------------------------------------------------------------------------- the lock
 
@@ -558,7 +572,7 @@ class FeedServer:
         while was_answered:
             queues = [self._leasers, self._putters]
             while queues := [queue for queue in queues if queue]:
-                queue = min(queues, key=_came)  # all of them need room
+                queue = min(queues, key=lambda queue: queue[0].number)  # all of them need room
                 if self._try(queue[0]):
                     queue.popleft()
                 else:
@@ -623,10 +637,6 @@ class Change:
             self._handlers.end()
 
 
-def _came(requests: deque[Request]) -> int:
-    return requests[0].number
-
-
 def _look(server: weakref.ref[FeedServer]) -> None:
     if (alive := server()) is not None:
         alive.look(monotonic())
@@ -647,39 +657,14 @@ def _keys_of(units: Iterable[Unit]) -> list[SampleKey]:
     return [(unit.id, index, unit.version, sample) for unit in units for index, sample in enumerate(unit.samples)]
 
 
-def _copied(units: list[Any]) -> list[Any]:
-    """Return a copy of units, in which views of tensors are cut out of the memory around them.
-
-    One unit after the other, so that other threads of the interpreter have their turn; what units share stays shared.
-    """
-    file, copies = io.BytesIO(), []
-    pickler, unpickler = Pickler(file, protocol=5), pickle.Unpickler(file)
-    for unit in units:
-        file.seek(0)
-        pickler.dump(unit)
-        file.truncate()
-        file.seek(0)
-        copies.append(unpickler.load())
-    return copies
-
-
-def _portable(error: Exception) -> Exception:
-    """Return an error that can travel with others, without the frames that it was raised in."""
-    if type(error) in (ValueError, FeedClosedError):
-        return error.with_traceback(None)
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
 def _as_version(value: Any) -> int | None:
     """Return an integer of any kind as Python's own, since states have it; None if it is none."""
     return None if isinstance(value, bool) else as_number(value)
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or isinstance(value, SupportsFloat)  # which takes 10 us
-
-
-def _checked_cost(cost: Any) -> float:
-    if not _is_number(cost) or not 0 <= (checked := float(cost)) < math.inf:
-        raise ValueError(f"cost should be a number of at least 0, but got {cost!r}")
-    return checked
+def _as_float(name: str, value: Any, *, least: float) -> float:
+    if type(value) in (int, float) or isinstance(value, SupportsFloat):  # which takes 10 us
+        number = float(value)
+        if least <= number < math.inf:
+            return number
+    raise ValueError(f"{name} should be a number of at least {least}, but got {value!r}")

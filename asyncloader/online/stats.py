@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from time import monotonic
-from typing import Any, NamedTuple
-
-from asyncloader.online.ledger import OUTCOMES, Ledger
+from typing import NamedTuple
 
 
 class FeedStats(NamedTuple):
@@ -23,8 +21,7 @@ class FeedStats(NamedTuple):
             too old: in a batch that was on its way when the version jumped, or with ``on_stale="keep"``.
         ages: Trained units by how many versions they were old. A batch counts when the consumer asks for it.
         handles: Processes that are connected by a handle of the feed.
-        producers_waiting: Producers that wait for a lease, or for room. A `put_many` counts once for each of the
-            samples that it puts next.
+        producers_waiting: Producers that wait for a lease, or for room. Tasks of another process that put wait as one.
         trainer_waited_s: How long there was no batch for the trainer. Seconds.
         producers_waited_s: How long some producer waited. Seconds.
     """
@@ -61,20 +58,6 @@ class FeedStats(NamedTuple):
             f"so far: {became or 'nothing'}{too_old}\n"
             f"{self.handles} other processes connected, {self.producers_waiting} producers wait\n"
             f"{self.verdict}"
-        )
-
-    @classmethod
-    def of(cls, ledger: Ledger, *waits: Any) -> FeedStats:
-        """Return the figures of a ledger, and of those who wait."""
-        return cls(
-            ledger.version,
-            ledger.num_running,
-            len(ledger.pending),
-            ledger.num_ready,
-            ledger.num_in_batches,
-            {name: ledger.counts[name] for name in OUTCOMES},
-            dict(sorted(ledger.ages.items())),
-            *waits,
         )
 
 

@@ -18,21 +18,20 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
-from asyncloader.messages.failure import RemoteError
+from asyncloader.loops import GuardedLoop
+from asyncloader.messages.failure import CapturedError, with_notes
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.ray.facts import facts
 from asyncloader.stack_text import stack_of, traceback_of
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
 from asyncloader.worker.bootstrap import keep_freed_memory
-from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.overlap_loop import make_loop
 from asyncloader.worker.serve import exit_code, opened
 from asyncloader.worker.transport import ProcessTransport, WorkerTransport
@@ -175,12 +174,10 @@ class ActorTransport(ProcessTransport):
         """Do so no more."""
         WorkerTransport.unlisten(self)
 
-    def capture(self, error: BaseException) -> RemoteError:
+    def capture(self, error: BaseException) -> CapturedError:
         """Make of an exception what the trainer is sent; with advice, where something is not on this machine."""
-        captured = RemoteError.capture(error, self.where)
-        if captured.type_name not in _MISSING:
-            return captured
-        return replace(captured, advice=(*captured.advice, _ELSEWHERE))
+        is_missing = type(error).__name__ in _MISSING
+        return CapturedError.capture(with_notes(error, [_ELSEWHERE] * is_missing), self.where)
 
 
 class _Messages:

@@ -11,20 +11,19 @@ owns and which never comes: who waits for that is told that its owner has died, 
 from __future__ import annotations
 
 import asyncio
-import io
-import pickle
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from asyncloader.datasets.records import Pickler
+from asyncloader.datasets.records import pickled
 from asyncloader.errors import ConfigurationError
 from asyncloader.online import Feed, FeedHandle
 from asyncloader.online.door import Client
 from asyncloader.online.handle import Connection
-from asyncloader.online.wire import Unreadable
+from asyncloader.online.wire import unpacked
+from asyncloader.signals import HandlersWait
 
 _MOST_CALLS = 100_000
 """Three calls of each process wait in the actor."""
@@ -124,11 +123,14 @@ class _Process:
         while self._next in self._early:
             tag, body = self._early.pop(self._next)
             self._next += 1
-            self.client.receive(tag, _unpacked(body))
+            self.client.receive(tag, unpacked(body))
 
     def send(self, tag: int, message: Any) -> None:
-        """Send an answer."""
-        self._answers.append((tag, _packed(message)))
+        """Send an answer. In any thread."""
+        self.soon(self._add, (tag, pickled(message)))
+
+    def _add(self, answer: tuple[int, bytes]) -> None:
+        self._answers.append(answer)
         self._has_answers.set()
 
     def soon(self, call: Callable[..., object], *arguments: Any) -> None:
@@ -163,9 +165,12 @@ class ActorChannel:
         self._held = actor.hold.remote()  # this process owns it
         self._watched = actor.watch.remote(self._process, [self._held])
 
-    def send(self, tag: int, message: Any) -> None:
-        """Send a message, some time. In any thread, and in the garbage collector."""
-        self._soon(self._tell, tag, _packed(message))
+    def send(self, tag: int, message: Any, note: Callable[[], object] = bool) -> None:
+        """Send a message, some time, and note that. In any thread, and in the garbage collector."""
+        body = pickled(message)
+        with HandlersWait():
+            note()
+            self._soon(self._tell, tag, body)
 
     def close(self) -> None:
         """End the connection. In any thread, and in the garbage collector."""
@@ -179,7 +184,7 @@ class ActorChannel:
         with suppress(RayError, asyncio.CancelledError):
             while answers := await self._actor.hear.remote(self._process):
                 for tag, body in answers:
-                    receive(tag, _unpacked(body))
+                    receive(tag, unpacked(body))
 
     def _tell(self, tag: int, body: bytes) -> None:
         if self._call("tell", self._number, tag, body):
@@ -206,18 +211,4 @@ class ActorChannel:
 
 
 def _connect(actor: Any) -> Connection:
-    return Connection(f"actor {actor._actor_id.hex()}", partial(ActorChannel, actor))
-
-
-def _packed(message: Any) -> bytes:
-    """Pickle a message, with views of tensors cut out of the memory around them."""
-    file = io.BytesIO()
-    Pickler(file, protocol=5).dump(message)
-    return file.getvalue()
-
-
-def _unpacked(body: bytes) -> Any:
-    try:
-        return pickle.loads(body)
-    except Exception as error:  # of the user's classes
-        return Unreadable(f"{type(error).__name__}: {error}")
+    return Connection(partial(ActorChannel, actor))

@@ -26,8 +26,10 @@ from ray.exceptions import RayActorError
 
 from asyncloader.backends.backend import END_GRACE_S, Backend, Launch
 from asyncloader.backends.worker import Worker, WorkerState
+from asyncloader.datasets.records import pickled
 from asyncloader.errors import LoaderClosedError, WorkerStartError
 from asyncloader.log import log
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES, unpack
 from asyncloader.messages.pickled_spec import pickle_by_value
@@ -35,7 +37,6 @@ from asyncloader.messages.tickets import pack_tickets, pickle_tickets
 from asyncloader.ray.actor import Hello, Message
 from asyncloader.ray.facts import differences, facts
 from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
-from asyncloader.worker.guarded_loop import GuardedLoop
 
 _NO_RAY = "ray.shutdown() was called while workers were needed."
 _LOOK_S = 1.0
@@ -351,5 +352,5 @@ class RayPool(Backend[RayWorker]):
 
 def _pickled_keys(keys: Any) -> list[bytes]:
     """Pickle the keys of a ticket; by value if classes of the main module are in them, which is another one there."""
-    data = pickle.dumps(keys, 5)
+    data = pickled(keys)  # rows of an engine's batch go without the rest of it
     return [cloudpickle.dumps(keys, 5) if b"__main__" in data else data]

@@ -17,9 +17,9 @@ from asyncloader.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from asyncloader.backends.backend import Backend
+    from asyncloader.loops import GuardedLoop
     from asyncloader.messages.messages import WorkerSpec
     from asyncloader.options import Options
-    from asyncloader.worker.guarded_loop import GuardedLoop
 
 __all__ = ["RayWorkers"]
 

@@ -49,7 +49,7 @@ _REPLICAS = (
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
 FOR, ASYNC_FOR = "for", "async for"
-"""The faces of an iterator, which has one of them: the first call decides."""
+"""The faces of an iterator, which has one of them."""
 
 iterators_here: weakref.WeakSet[BaseIterator[Any]] = weakref.WeakSet()
 """Those that are there."""
@@ -67,7 +67,7 @@ class ClosableIterator:
 
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""
-        raise NotImplementedError
+        await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -99,16 +99,17 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     is_closed = False
     """It was closed before its end, or by a `load_state_dict` of its loader."""
+    _is_made = False
+    """There is something to close: a constructor that raises leaves an iterator, which tracebacks keep."""
     _is_finalizing = staticmethod(sys.is_finalizing)
     """At the end of the interpreter all has been closed, and the names of modules are gone: a ``__del__`` of the user's
     may still call the iterator."""
-    _is_behind = False
-    """The first `anext` has batches to read and drop."""
     _last_turn = 0.0
     _last_warned = 0
     _meter: Meter
     _checkpointer: Checkpointer
-    _face = ""
+    face: str = ""
+    """How it is read: that of `aiter` by ``async for``; otherwise the first call decides."""
     _pass: object = None
     """`exits.token`, when a call by ``for`` was let in, as long as nothing has changed since."""
     _lock: threading.Lock
@@ -122,11 +123,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         self._runs = runs
         self._lock, self._pid = threading.Lock(), os.getpid()
         iterators_here.add(self)
-
-    @property
-    def _is_made(self) -> bool:
-        """Whether there is something to close: a constructor that raises leaves an iterator, which tracebacks keep."""
-        raise NotImplementedError
 
     def _construct(self, loader: DataLoader[T_co]) -> None:
         """Run torch's constructor, which iterates over the sampler and draws the base seed."""
@@ -154,15 +150,14 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             left = self._leave_epoch(begin_run(state, prepare=prepare), chosen)
             rng.restore(before, set_by_trainer)
             prepare = None if self._options.persistent_workers else prepare  # which keep the seed
-            start = begin_run(None, prepare=prepare, left=left)
+            start = begin_run(None, prepare=prepare, left=left, iterator=self)
         else:
-            start = begin_run(state, prepare=prepare)
-        self._runs.hand_on(self)
+            start = begin_run(state, prepare=prepare, iterator=self)
         self._checkpointer = start.checkpointer
         start.plan.end_with(self)
         self._keys_arrive = start.plan.arrives
-        self._base_seed = start.checkpointer.base_seed
-        self._shared_seed = start.checkpointer.shared_seed
+        self._base_seed = start.checkpointer.key[0]
+        self._shared_seed = start.checkpointer.common.shared_seed
         self._sampler_iter = start.plan
         self._num_yielded = start.checkpointer.progress.now.position
         return start
@@ -171,7 +166,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         """Leave a run that was resumed, as another epoch was set since its state was loaded: that begins now."""
         start.plan.leave()
         made = start.checkpointer
-        self._base_seed = made.base_seed
+        self._base_seed = made.key[0]
         self._runs.set_epochs.choose(chosen, self._options)
         epochs = [each for each in chosen if each is not None]
         log.warning(
@@ -233,21 +228,17 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         """Return the state as of the batches that were yielded: see :meth:`asyncloader.DataLoader.state_dict`."""
         return self._runs.state_of(self._checkpointer).as_dict()
 
-    def leave_out(self, *, at_once: bool) -> None:
+    def leave_out(self) -> None:
         """Read the batches that the state leaves out, and drop them; or all, and begin the next run.
 
-        Args:
-            at_once: Now. Otherwise the first ``anext`` does, which does not block its loop: there is no ``next`` then.
+        After `aiter` the first ``anext`` does, which does not block its loop.
         """
-        if not at_once:
-            self._is_behind, self._face = True, ASYNC_FOR
-            return
         made = self._checkpointer
         with contextlib.suppress(StopIteration):
             while made.left_out:
                 next(self)
                 made.left_out -= made.left_out != ALL
-        self._face, self._pass = "", None  # the consumer's first call decides
+        self.face, self._pass = "", None  # the consumer's first call decides
         self._note_left_out()
 
     async def _leave_out_aside(self) -> None:
@@ -256,7 +247,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             while made.left_out:
                 await self._take_async(perf_counter())
                 made.left_out -= made.left_out != ALL
-        self._is_behind = False
         self._note_left_out()
 
     def _note_left_out(self) -> None:
@@ -277,6 +267,12 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         """End the run as `close` does, without waiting for it."""
         raise NotImplementedError
 
+    async def aclose(self) -> None:
+        """End the run as `close` does, without blocking the loop. Who cancels this has ended the run all the same."""
+        if self._pid == os.getpid():
+            self.leave()
+        await super().aclose()
+
     # -------------------------------------------------------------------------------------------- taking, by one face
 
     def __next__(self) -> Any:
@@ -292,7 +288,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         check_owner(self._pid)
         async with self._turn_of_task():
             self._enter(ASYNC_FOR)
-            if self._is_behind:
+            if self._checkpointer.left_out:
                 await self._leave_out_aside()
             return await self._take_async(asked_at)
 
@@ -323,8 +319,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         the end of the program. It is there before the look, so that one that is taken meanwhile stays away.
         """
         check_owner(self._pid)
-        check_face(self._face, face)
-        self._face = face
+        check_face(self.face, face)
+        self.face = face
         if face == ASYNC_FOR or self._keys_arrive:  # by a feed, which ends with all who are noted
             exits.note_user()
         if face == FOR and not exits.is_exiting:

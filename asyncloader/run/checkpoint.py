@@ -6,12 +6,13 @@ A state says how far the run is, when its order was drawn, and where samplers an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 from asyncloader.engine.progress import Progress, SamplerState
+from asyncloader.epochs import EpochNotice
 from asyncloader.log import log
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.snapshot import WorkerStart, as_plain, dataset_here
@@ -20,7 +21,7 @@ from asyncloader.options import Options
 from asyncloader.run.fits import describe
 from asyncloader.run.plan import keeps_place, order_generators, own_state, samplers_within, written
 from asyncloader.run.rng_snapshot import OrderDraw
-from asyncloader.run.set_epochs import counted_epochs
+from asyncloader.run.set_epochs import counting, next_epochs
 from asyncloader.run.state import LoaderState
 from asyncloader.seeding.own_generators import Key
 
@@ -38,12 +39,8 @@ class Checkpointer:
         progress: How far it is.
         order: When its order was drawn.
         key: Base seed, runs that had it before, and rank of the data: batches are seeded by them.
-        epoch: How many runs of the loader were before this one.
-        generators: The keys of generators that the dataset holds, by their paths.
-        shared_seed: The seed that data pipes share.
-        sampler_epochs: The epochs that `set_epoch` had told samplers when the run began, from the outermost on.
-        dataset_epochs: The epochs that it had told the dataset.
-        has_past: The workers of this run had made runs before it.
+        common: What all states in the run have in common: its number, its seeds, and the epochs of samplers.
+        notice: What `set_epoch` had told the dataset when it began.
         warned: The warnings that the loader has logged about its states, once each.
         is_resumed: It has begun from a state of the middle of a run.
         left_out: How many batches are still to be read and dropped, or ALL: see `LoaderState.left_out`.
@@ -55,12 +52,8 @@ class Checkpointer:
     progress: Progress
     order: OrderDraw
     key: tuple[int, int, int]
-    epoch: int
-    generators: dict[str, Key]
-    shared_seed: int | None
-    sampler_epochs: list[int | None]
-    dataset_epochs: list[int | None]
-    has_past: bool
+    common: LoaderState
+    notice: EpochNotice
     warned: set[str]
     is_resumed: bool = False
     left_out: int = 0
@@ -91,15 +84,11 @@ class Checkpointer:
         """Whether the run was left after a batch, or before it."""
         return self.given <= 1 and not (self.progress.end_is_known or self.is_alive)
 
-    @property
-    def base_seed(self) -> int:
-        """The number that seeds of workers and of batches are made of."""
-        return self.key[0]
-
     def epoch_spec(self, number: int, starts: dict[int, WorkerStart] | None) -> EpochSpec:
         """Return the run in the form that workers receive, as that of this number in their pool."""
-        epochs = tuple(self.dataset_epochs) if self.options.has_workers else ()  # without, the dataset has been told
-        return EpochSpec(number, self.key, self.shared_seed, starts, epochs, 0, self.epoch, self.generators)
+        run = self.common
+        notice = self.notice if self.options.has_workers else EpochNotice()  # without, the dataset has been told
+        return EpochSpec(number, self.key, run.shared_seed, starts, notice, 0, run.epoch, run.generator_keys)
 
     def state(self, newest: Checkpointer | None = None) -> LoaderState:
         """Return the state as of what was yielded so far.
@@ -124,8 +113,8 @@ class Checkpointer:
     def carried(self) -> dict[int, WorkerStart] | None:
         """Return where the datasets are that outlast the run, for the next one; None if none does, or has a state."""
         options, ends, workers = self.options, self.progress.ends, self.progress.now.workers
-        if not options.keeps_dataset or workers is None:
-            return None
+        if not options.keeps_dataset or workers is None or (self.progress.finished and counting([options.dataset])):
+            return None  # a stream whose epochs are counted needs no more than the number of the next one
         if not options.is_iterable:
             if options.persistent_workers:
                 return workers
@@ -152,22 +141,11 @@ class Checkpointer:
         samplers = newest.samplers_after()
         if samplers.state is None:
             samplers = SamplerState(own_state(self.options.index_sampler))
-        carried, keeps_seed = self.carried(), self.options.persistent_workers
-        counted = counted_epochs(self.options.dataset)
-        return LoaderState(
-            epoch=self.epoch + 1,
-            finished=True,
-            base_seed=self.base_seed if keeps_seed else None,
-            reruns=self.key[1] + 1 if keeps_seed else 0,
-            shared_seed=self.shared_seed if keeps_seed else None,
-            generators=json.dumps(self.generators),
-            at_iter=_generators_now(self.options),
-            set_epochs=[None] * len(samplers_within(self.options.index_sampler)) if counted else [],
-            dataset_epochs=counted,  # samplers that count do so in states of their own
-            **_of_samplers(self.options, samplers),
-            workers=None if carried is None else as_plain(carried),
-            has_past=keeps_seed,
-            fits=describe(self.options),  # anew: between two runs the trainer may change its samplers
+        run, keeps_seed = self.common, self.options.persistent_workers
+        state = _between_runs(self.options, run.epoch + 1, samplers, self.carried(), self.notice.epochs)
+        seeds: dict[str, Any] = {"base_seed": run.base_seed, "reruns": run.reruns + 1, "shared_seed": run.shared_seed}
+        return replace(
+            state, finished=True, generators=run.generators, has_past=keeps_seed, **seeds if keeps_seed else {}
         )
 
     def at_beginning(self) -> LoaderState:
@@ -179,7 +157,8 @@ class Checkpointer:
         progress, now = self.progress, None
         while now is not progress.now:  # another thread has taken a batch meanwhile: what belongs to that is read again
             now = progress.now
-            position = progress.counted_until(now.position)
+            # Where places are counted, those that were done with before the run, and were not read again yet, are not.
+            position = min(now.position, progress.read) if progress.knows_places else now.position
             samplers, sample = progress.sampler_state(position), progress.first_sample(position)
         return self._of_the_run(
             samplers,
@@ -188,24 +167,19 @@ class Checkpointer:
             check=self.order.check(),
             bad_count=now.bad_count,
             sample=sample,
-            workers=None if now.workers is None else as_plain(now.workers),
+            workers=as_plain(now.workers),
             next_worker=now.next_worker,
             left_out=self.left_out,
         )
 
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> LoaderState:
-        self._described = self._described or describe(self.options)
-        return LoaderState(
-            epoch=self.epoch,
-            base_seed=self.base_seed,
-            reruns=self.key[1],
-            shared_seed=self.shared_seed,
-            generators=json.dumps(self.generators),
+        self._described, run = self._described or describe(self.options), self.common
+        return replace(
+            run,
             **self.order.as_plain(),
-            set_epochs=list(self.sampler_epochs),
-            dataset_epochs=list(self.dataset_epochs),
+            set_epochs=list(run.set_epochs),
+            dataset_epochs=list(self.notice.epochs),
             **_of_samplers(self.options, samplers),
-            has_past=self.has_past,
             fits=dict(self._described),
             **how_far,
         )
@@ -229,22 +203,31 @@ def warn_of_draws(index_sampler: Any, warned: set[str]) -> None:
     )
 
 
-def initial_state(options: Options, epoch: int, generators: dict[str, Key] | None = None) -> LoaderState:
+def initial_state(options: Options, epoch: int, generators: dict[str, Key]) -> LoaderState:
     """Return the state of a loader that was not iterated over since so many runs."""
     here = WorkerStart() if options.has_workers else dataset_here(options.dataset, options.snapshot_every)
+    samplers = SamplerState(own_state(options.index_sampler))
+    state = _between_runs(options, epoch, samplers, None if here == WorkerStart() else {0: here})
+    return replace(state, generators=json.dumps(generators))
+
+
+def _between_runs(
+    options: Options,
+    epoch: int,
+    samplers: SamplerState,
+    workers: dict[int, WorkerStart] | None,
+    last: Sequence[int | None] = (),
+) -> LoaderState:
+    """Return a state from which a run of this number begins, after one in which the dataset had been told these."""
+    rng = order_generators(options)
     return LoaderState(
         epoch=epoch,
-        generators=json.dumps(generators or {}),
-        at_iter=_generators_now(options),
-        **_of_samplers(options, SamplerState(own_state(options.index_sampler))),
-        workers=None if here == WorkerStart() else as_plain({0: here}),
-        fits=describe(options),
+        at_iter=rng.as_text(rng.capture()),
+        next_epochs=next_epochs(options, last),
+        **_of_samplers(options, samplers),
+        workers=as_plain(workers),
+        fits=describe(options),  # anew: between two runs the trainer may change its samplers
     )
-
-
-def _generators_now(options: Options) -> str:
-    rng = order_generators(options)
-    return rng.as_text(rng.capture())
 
 
 def _of_samplers(options: Options, samplers: SamplerState) -> dict[str, Any]:

@@ -28,28 +28,26 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from asyncloader import threads
 from asyncloader.engine import exits
-from asyncloader.engine.actions import VOID
-from asyncloader.engine.arrivals import Arrivals, KeyWait
+from asyncloader.engine.actions import END, NOTHING, VOID
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import pinned
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.progress import Place
 from asyncloader.errors import LoaderClosedError
-from asyncloader.messages.failure import Blame, EndOfData, LocalError, stand_in
+from asyncloader.messages.failure import stand_in
+from asyncloader.messages.messages import Kind
 from asyncloader.messages.snapshot import Frozen
-from asyncloader.observe.faults import Faults
 from asyncloader.options import Options
 from asyncloader.protocols import namer
 from asyncloader.run.base_iterator import FOR, BaseIterator, iterators_here
 from asyncloader.run.maker_thread import MakerThread, Pause
-from asyncloader.run.plan import END, NOTHING, keys_arrive
+from asyncloader.run.plan import keys_arrive
 from asyncloader.run.random_order import DrawDue
 from asyncloader.run.run_start import RunStart, reads_again
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import LoaderState
 from asyncloader.seeding.generators import GLOBAL, check_of, left_alone
 from asyncloader.worker.batch_maker import BatchMaker, Host
-from asyncloader.worker.job import NoGoodSample
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -59,7 +57,6 @@ _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and t
 class InlineHost(Host):
     """The trainer's process, as what makes batches. Nothing here makes it look like a worker."""
 
-    where = "in the main process"
     cpu_clock: Callable[[], float] = staticmethod(float)  # always 0.0: stats() has the CPU time of this process
 
     def ends(self, error: BaseException) -> bool:
@@ -80,8 +77,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         state: To begin from.
     """
 
-    _timeout = property(lambda self: 0, lambda self, value: None)
     is_closed: bool
+    _timeout = property(lambda self: 0, lambda self, value: None)
     """Of torch's constructor, which refuses one: keys that arrive may be waited for with a limit."""
 
     def __init__(
@@ -89,24 +86,14 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
     ) -> None:
         super().__init__(loader, options, runs)
         self._handoff: Handoff[Any] = Handoff()  # nothing is handed over: a task waits for its batch, or for keys
-        self._start(loader, state)
-
-    @property
-    def _is_made(self) -> bool:
-        return "_in_hand" in vars(self)
-
-    def _start(self, loader: DataLoader[T_co], state: LoaderState | None) -> None:
-        """Begin a run."""
-        options = self._options
         if options.timeout and not keys_arrive(options.index_sampler):
             raise AssertionError(  # as torch's loader, whose words do not say what to do
                 f"timeout={options.timeout:g} is for workers, and with num_workers=0 there are none, so nobody "
                 "could stop waiting for what hangs. Use num_workers=1, or timeout=0"
             )
         start = self._begin(partial(self._construct, loader), state)
-        plan, made, faults = start.plan, start.checkpointer, Faults()
-        meter = self._runs.make_meter(options, made.epoch, 0, 0, faults, keys_arrive=plan.arrives)
-        self._runs.meter = meter
+        plan, made = start.plan, start.checkpointer
+        meter = self._runs.make_meter(0, 0, keys_arrive=plan.arrives)
         maker = self._make_maker(start)
         make: Callable[[int, Any], Any] = maker.make
         if options.seeds_each_sample:
@@ -117,19 +104,20 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             make = partial(_make_pinned, partial(pinned, device=self._pinned_for), make)
         thread = MakerThread(make, self._handoff.wake)
         thread.end_with(self)
-        limit, arrivals = ErrorLimit(options, made.progress, faults), Arrivals(self, plan)
+        plan.tell(self)
         if plan.arrives:  # whoever brings keys may wait for those who take batches
             exits.note_user()
         begun_at = made.progress.now
-        counts_simply = options.on_error == "raise" and begun_at.tracks is None and not begun_at.ahead
+        counts_simply = options.on_error == "raise" and not (begun_at.tracks or begun_at.ahead)
         self._dataset_fetcher = None  # torch's
         self._names = namer(options.dataset, of_batches=options.auto_collation)
         self._is_torn = self.is_closed = False
         self._plan, self._progress, self._maker, self._make = plan, made.progress, maker, make
-        self._meter, self._limit, self._arrivals, self._thread = meter, limit, arrivals, thread
-        self._key_wait = KeyWait(plan, options.timeout)
+        self._limit = ErrorLimit(options, made.progress, meter.faults)
+        self._meter, self._thread = meter, thread
         self._counts_simply, self._rest = counts_simply, begun_at[1:]
         self._in_hand: Any = NOTHING
+        self._is_made = True
 
     def _make_maker(self, start: RunStart) -> BatchMaker:
         """Return what makes batches, its dataset where the run begins. Raises whatever the dataset raises.
@@ -164,50 +152,39 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         with self._lock:
             if self._pass is not exits.token:
                 self._enter(FOR)
+            plan, maker = self._plan, self._maker
             while self._in_hand is NOTHING:
-                self._make_next(asked_at)
+                if plan.arrives:
+                    self._wait_for_keys()
+                keys, began = plan.read(), perf_counter()
+                if keys is END or keys is VOID:
+                    self._pass_over(keys)
+                    continue
+                number = self._progress.read - 1
+                try:
+                    batch = self._make(number, keys)
+                    if maker.bad and (error := self._too_many()) is not None:
+                        raise error
+                except BaseException as raised:
+                    if maker.host.ends(raised):
+                        self._is_torn, self._pass = self._options.is_iterable, None
+                        raise
+                    self._give_error(raised)
+                    continue
+                self._in_hand = batch
+                self._meter.add([number, maker.count, began, maker.fetched, asked_at, perf_counter()])
+                break
             if self._IterableDataset_len_called is not None:
                 self.check_length()
             self._num_yielded += 1
             return self._count()
 
-    def _make_next(self, asked_at: float) -> None:
-        """Have the next batch in hand, unless it is left out.
-
-        Raises:
-            StopIteration: at the end.
-            BaseException: what is raised in the place of a batch, which is counted.
-        """
-        plan, maker = self._plan, self._maker
-        if plan.arrives:
-            self._wait_for_keys()
-        keys, began = plan.read(), perf_counter()
-        if keys is END or keys is VOID:
-            self._pass_over(keys)
-            return
-        number = self._progress.read - 1
-        try:
-            batch = self._make(number, keys)
-            if maker.bad and (error := self._too_many()) is not None:
-                raise error
-        except BaseException as raised:
-            if maker.host.ends(raised):
-                self._is_torn, self._pass = self._options.is_iterable, None
-                raise
-            self._give_error(raised)
-            return
-        self._in_hand = batch
-        self._meter.add([number, maker.count, began, maker.fetched, asked_at, perf_counter()])
-
     def _wait_for_keys(self) -> None:
         """Wait until the next keys are there."""
         self._progress.follower()  # before the batch is read: it may depend on that
-        if self._arrivals.must_wait():
-            self._key_wait.begin()
-            while self._arrivals.must_wait():
-                if not self._handoff.wait(self._has_news, self._key_wait.deadline):
-                    self._key_wait.look()
-                self._check_usable()
+        for deadline in self._plan.waits(self._options.timeout):
+            self._handoff.wait(self._has_news, deadline)
+            self._check_usable()
 
     # -------------------------------------------------------------------------------------------------- async for
 
@@ -220,7 +197,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         return self._count()
 
     async def _make_next_aside(self, asked_at: float) -> None:
-        """Have the next batch in hand as `_make_next` does, made by the thread.
+        """Have the next batch in hand as `_take` does, made by the thread.
 
         A task that was cancelled while it waited has left its batch to the next one.
         """
@@ -255,13 +232,10 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     async def _read_aside(self) -> Any:
         """Return the next keys, when they are there. The sampler is the user's, and is read in the caller's thread."""
-        self._progress.follower()
-        if self._arrivals.must_wait():
-            self._key_wait.begin()
-            while self._arrivals.must_wait():
-                if not await self._wait(self._key_wait.deadline):
-                    self._key_wait.look()
         plan = self._plan
+        self._progress.follower()
+        for deadline in plan.waits(self._options.timeout):
+            await self._wait(deadline)
         plan.draw_apart()
         while True:
             try:
@@ -273,23 +247,22 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             await asyncio.to_thread(draw)
             self._check_usable()
 
-    async def _wait(self, deadline: float | None = None) -> bool:
-        is_woken = await self._handoff.wait_async(self._has_news, deadline)
+    async def _wait(self, deadline: float | None = None) -> None:
+        await self._handoff.wait_async(self._has_news, deadline)
         self._last_turn = time.monotonic()
         self._check_usable()
-        return is_woken
 
     # -------------------------------------------------------------------------------------------------- both
 
     def _has_news(self) -> bool:
         """Whether a consumer that waits should look again."""
-        is_waiting = self._arrivals.are_awaited or (self._thread.is_asked and self._thread.made is None)
+        is_waiting = self._plan.are_awaited or (self._thread.is_asked and self._thread.made is None)
         return not is_waiting or self.is_closed or exits.is_exiting
 
     def keys_came(self) -> None:
         """Have the consumer look again: keys have come that were to be read. In the thread that brings them."""
         try:
-            self._arrivals.are_awaited = False
+            self._plan.are_awaited = False
         finally:
             self._handoff.wake()
 
@@ -298,7 +271,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         if keys is END:
             self._meter.log_summary()
             self._progress.note_end()
-            raise StopIteration if self._face == FOR else StopAsyncIteration
+            raise StopIteration if self.face == FOR else StopAsyncIteration
         self._plan.keys = NOTHING
 
     def _too_many(self) -> BaseException | None:
@@ -308,31 +281,29 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def _give_error(self, error: BaseException) -> None:
         """Raise what stands in the place of a batch, or the end of a stream; pass over a batch that is left out."""
-        maker, options, faults = self._maker, self._options, self._meter.faults
+        maker, faults = self._maker, self._meter.faults
+        outcome: Any = None
         raised: BaseException | None = None
         try:
-            if isinstance(error, EndOfData):
-                if isinstance(snapshot := maker.last_snapshot(), Frozen):
-                    self._progress.ends = {0: snapshot}
+            outcome = maker.failed(maker, error)
+            if outcome.kind == Kind.EXHAUSTED:
+                if isinstance(outcome.snapshot, Frozen):
+                    self._progress.ends = {0: outcome.snapshot}
                 self._plan.keys = END
                 self._pass_over(END)
-            raised = self._too_many()
-            if raised is None and isinstance(error, NoGoodSample):
-                if options.on_error == "skip":
-                    bad = [sample.key for sample in maker.bad]
-                    faults.left_out.append(bad if options.auto_collation else bad[0])
-                    self._count()
-                    return
-                maker.blame, error = Blame(error.position), error.first
+            names, raised = self._names(self._plan.keys), self._too_many()
+            if raised is None and outcome.kind == Kind.LEFT_OUT:
+                faults.left_out.append(names)
+                self._count()
+                return
             if raised is None:
-                keys = None if options.is_iterable else self._names(self._plan.keys)
-                raised = LocalError(error, "", maker.blame).rebuild(keys)
-            raised = stand_in(raised, in_async_for=self._face != FOR)
+                raised = outcome.error.rebuild(None if self._options.is_iterable else names)
+            raised = stand_in(raised, in_async_for=self.face != FOR)
             faults.errors += 1
             self._count()
             raise raised
         finally:
-            del error, raised  # a traceback refers to this frame
+            del error, raised, outcome  # a traceback refers to this frame
 
     def _count(self) -> Any:
         """Count the batch in hand, or what stands in its place, which is given; return it."""
@@ -371,19 +342,9 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         """End the run as `close` does, without waiting for it."""
         self.is_closed, self._pass = True, None
         if self._is_made:
-            self._arrivals.leave()
+            self._plan.leave()
             self._thread.stop()
             self._handoff.wake()
-
-    async def aclose(self) -> None:
-        """End as `close` does, without blocking the loop."""
-        await asyncio.to_thread(self.close)
-
-    def wait_made(self, timeout_s: float) -> None:
-        """Wait until no batch is being made, at the end of the program."""
-        self._handoff.wake()
-        if self._pid == exits.pid and self._lock.acquire(timeout=timeout_s):
-            self._lock.release()
 
 
 def _make_alone(generators: Iterable[Any], make: Callable[[int, Any], Any], number: int, keys: Any) -> Any:
@@ -411,7 +372,9 @@ def _stop_at_exit() -> None:
     for iterator in iterators:
         iterator._thread.stop()
     for iterator in iterators:
-        iterator.wait_made(exits.grace_left_s())
+        iterator._handoff.wake()
+        if iterator._pid == exits.pid and iterator._lock.acquire(timeout=exits.grace_left_s()):
+            iterator._lock.release()
         iterator._thread.join(exits.grace_left_s())
 
 

@@ -18,8 +18,8 @@ from time import perf_counter, sleep
 from typing import Any
 
 from asyncloader import threads
+from asyncloader.engine.actions import NOTHING
 from asyncloader.messages.modes import Modes
-from asyncloader.run.plan import NOTHING
 
 _TURN_S = 0.002
 _PAUSE_S = 0.0001

@@ -24,7 +24,7 @@ def for_workers_of(options: Options, state: LoaderState) -> LoaderState:
             samples were in them.
     """
     starts, now = state.starts, options.num_at_start
-    if starts is None or len(starts) == now or state.is_between_runs or not options.is_iterable:
+    if starts is None or len(starts) == now or not options.is_iterable:
         return state
     if not merges_states(options.dataset):
         return state
@@ -37,6 +37,6 @@ def for_workers_of(options: Options, state: LoaderState) -> LoaderState:
     begin = WorkerStart()
     if taken:
         merged = options.dataset.merge_state_dicts([snapshot["dataset"] for snapshot in taken])
-        is_over = len(taken) == len(starts) and all(snapshot["ended"] for snapshot in taken)
+        is_over = len(taken) == len(starts) and all(snapshot["ended"] for snapshot in taken) and not state.finished
         begin = WorkerStart(0, {"dataset": merged, "iterator": None, "ended": is_over})
     return replace(state, workers=as_plain(dict.fromkeys(range(now), begin)), next_worker=0)

@@ -10,28 +10,31 @@ All of it happens in the consumer's thread: samplers are the user's.
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import repeat
+from time import monotonic
 from types import GeneratorType
 from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from asyncloader.engine.actions import VOID
+from asyncloader.engine.actions import END, NOTHING, VOID
+from asyncloader.engine.hang_report import FIRST_S
 from asyncloader.engine.progress import Progress
 from asyncloader.epochs import hears, tell
-from asyncloader.errors import LoaderClosedError
+from asyncloader.errors import LoaderClosedError, timed_out
 from asyncloader.log import log
 from asyncloader.messages.snapshot import Frozen, Pace
 from asyncloader.options import Options
 from asyncloader.plain import plain, unplain
-from asyncloader.protocols import is_stateful, probe
+from asyncloader.protocols import answers_of, is_stateful, probe
 from asyncloader.run.random_order import Batches, RandomOrder, indices, skip
-from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once
+from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once, restores_forgotten
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
+from asyncloader.weak import while_alive
 
 
 def samplers_within(index_sampler: Any) -> list[Any]:
@@ -46,10 +49,6 @@ def samplers_within(index_sampler: Any) -> list[Any]:
     return found
 
 
-NOTHING: Any = object()
-"""In place of keys: nobody has read any, or they were taken."""
-END: Any = object()
-"""In place of keys: there are no more."""
 _torch_iter = BatchSampler.__iter__
 
 
@@ -65,10 +64,10 @@ class Plan:
     Read by one thread at a time. Keys that were read stay in `keys` until whoever has made something of them sets it to
     NOTHING: an interrupt, which may come after any call, loses none. They get there by an assignment with no call in
     between, so what an iterator has given is never lost on the way: ``for self.keys in feed`` and not ``next``. A
-    sampler whose keys arrive as time goes by is asked when they are there (`awaits`).
+    sampler whose keys arrive as time goes by is asked when they are there (`must_wait`).
 
     torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
-    what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
+    what is skipped is not put into batches first.
 
     States of samplers are taken after the first batch, and then as `Pace` allows. Not after a short one, whose sampler
     has come to its end and may have begun anew: it is drawn again from the state before. States of elastic samplers are
@@ -85,6 +84,8 @@ class Plan:
     Attributes:
         keys: What was read and nobody has taken: the keys of the batch before `Progress.read`, VOID, or END for good.
         arrives: The sampler knows whether it has keys: `ArrivingKeys`.
+        are_awaited: The reader has asked for keys that are still to arrive, and was not told yet. The reader sets this
+            back when it is.
     """
 
     def __init__(
@@ -98,12 +99,14 @@ class Plan:
         order: OrderDraw | None = None,
     ) -> None:
         self.keys: Any = NOTHING
+        self.are_awaited: bool = False
+        self._tell_reader: Callable[[], object] = _nobody
         self._index_sampler = index_sampler
         self._is_batched = is_batched
         self._takes_apart = _is_torchs(index_sampler, iterator)
         self._size = index_sampler.batch_size if self._takes_apart else 1
         self._batches: Batches | None = None  # what the sampler is taken apart by
-        self._feed = _feed(iterator)
+        self._feed = answers_of(iterator)
         self._is_quick = False  # nothing is to be noted when it is read
         self._is_new = False  # what is in `keys` is as the sampler gave it, and not counted
         self._draws_apart = False
@@ -122,11 +125,10 @@ class Plan:
         if self.arrives and hasattr(iterator, "follow"):
             progress.follow(iterator)
         self._order = order
-        may_draw = not (self.arrives or self._is_elastic or all(map(draws_once, samplers_within(index_sampler))))
-        self._may_draw = may_draw  # while it is read, from global generators
+        # While it is read, from global generators.
+        self._may_draw = not (self.arrives or self._is_elastic or all(map(draws_once, samplers_within(index_sampler))))
         self._is_simple = self.arrives and order is None  # it draws nothing when it is read
         self._is_stateful: bool | None = None  # known when the iterator within is there
-        self._has_state = False
         self._sampler_run: Run | None = None  # of a sampler of ours, that of this plan
         self._pace = pace
 
@@ -231,15 +233,60 @@ class Plan:
         if self._draws_apart:
             self.draw_apart()
         self._batches = Batches(inner, self._size, self._index_sampler.drop_last)
-        self._feed = _feed(self._batches)
+        self._feed = answers_of(self._batches)
         self._bind()
 
     def _bind(self) -> None:
         if (consumer := self._consumer()) is not None and self.arrives and hasattr(self._inner, "end_with"):
             self._inner.end_with(consumer)
 
-    def awaits(self, tell: Callable[[], object]) -> bool:
-        """Whether the next keys are still to arrive: then ``tell`` is called once, in any thread, when they have."""
+    def tell(self, reader: Any) -> None:
+        """Have `keys_came` of this be called when keys have come, in the thread that brings them."""
+        self._tell_reader = while_alive(reader.keys_came, None)
+
+    def must_wait(self) -> bool:
+        """Whether the next keys are still to arrive. Then the reader is told of them: perhaps in here already.
+
+        So that the reader waits is noted before the sampler is asked, and looked at again afterwards.
+        """
+        while self.arrives and not self.are_awaited:
+            has_come = self.are_awaited = True
+            try:
+                has_come = not self._awaits()
+            finally:
+                if has_come:
+                    self.are_awaited = False
+            if has_come:
+                return False
+        return self.are_awaited
+
+    def waits(self, timeout_s: float) -> Iterator[float]:
+        """Yield, as long as keys are waited for, until when to wait; tell the log of a wait that may be in vain.
+
+        Args:
+            timeout_s: A longer wait is an error; 0 for no limit. Seconds.
+
+        Raises:
+            BatchTimeoutError: at the limit. The next call waits for the same keys.
+        """
+        began, silent_s = monotonic(), FIRST_S
+        ends_at, tells_at = began + (timeout_s or math.inf), began + silent_s
+        while self.must_wait():
+            yield min(ends_at, tells_at)
+            if (now := monotonic()) >= ends_at:
+                raise timed_out(timeout_s, why=self.why_late())
+            if now >= tells_at:
+                if why := self.why_no_keys(in_vain=True):
+                    silent_s *= 2
+                    log.warning("The trainer has waited %.0f s for a batch that has not come: %s.", now - began, why)
+                tells_at = now + silent_s
+
+    def why_late(self) -> str:
+        """Say that the keys have not arrived, and what they wait for, if that is known."""
+        return ": ".join(filter(None, ("its keys have not arrived", self.why_no_keys(in_vain=False))))
+
+    def _awaits(self) -> bool:
+        """Whether the next keys are still to arrive: then the reader is told, once, in any thread, when they have."""
         if self.keys is not NOTHING or self._ended_by:
             return False
         try:
@@ -247,7 +294,7 @@ class Plan:
                 self._begin_inner()
             arrived = getattr(self._inner, "arrived", None)  # None: it is at its end, and another stands in its place
             count = 1 if self._batches is None else self._batches.num_missing
-            return arrived is not None and not arrived(count, tell)
+            return arrived is not None and not arrived(count, self._tell_reader)
         except Exception:  # there is nothing more, as after what `next` raises
             self._end()
             raise
@@ -295,7 +342,7 @@ class Plan:
             return
         if self._is_elastic:
             self._take_state()
-        elif not is_short and (self._pace.is_due() or not self._has_state):
+        elif not is_short and self._pace.is_due():
             self._pace.begin()
             self._take_state()
             self._pace.end()
@@ -329,7 +376,6 @@ class Plan:
                 "iterator": None if inner is None else inner.state_dict(),
             }
             self._progress.sampler_states.append((self._progress.read + 1, Frozen(state)))
-            self._has_state = True
         except Exception:
             log.warning(
                 "The state of the sampler could not be taken: to resume from here, what it has yielded since the last "
@@ -339,24 +385,14 @@ class Plan:
             self._is_stateful = False
 
 
-def _feed(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator for `for` over another one, which is not iterated over anew: some begin anew then."""
-    return map(next, repeat(iterator))
-
-
 def _nobody() -> None:
     """Stand for a consumer that is not known."""
 
 
-def is_drawn_from(iterator: Any) -> bool:
-    """Whether somebody has advanced a sampler's iterator, as far as can be seen: a generator shows it."""
-    return isinstance(iterator, GeneratorType) and inspect.getgeneratorstate(iterator) != inspect.GEN_CREATED
-
-
 def _is_torchs(index_sampler: Any, iterator: Any) -> bool:
-    """Whether it is torch's BatchSampler, with the iterator that this makes, as it is made."""
+    """Whether it is torch's BatchSampler, with the iterator that this makes."""
     is_its_own = type(index_sampler) is BatchSampler and isinstance(iterator, GeneratorType)
-    return is_its_own and iterator.gi_code is _torch_iter.__code__ and not is_drawn_from(iterator)
+    return is_its_own and iterator.gi_code is _torch_iter.__code__
 
 
 def stateful_sampler(index_sampler: Any) -> Any:
@@ -377,8 +413,7 @@ def is_elastic(sampler: Any) -> bool:
 
 def keeps_place(index_sampler: Any) -> bool:
     """Whether a sampler has one state for all of its iterators, which does not say where the next one begins."""
-    sampler = stateful_sampler(index_sampler)
-    return sampler is not None and not is_elastic(sampler) and probe(sampler, "keys_arrive") is not True
+    return may_be_looked_at(index_sampler) and probe(stateful_sampler(index_sampler), "keys_arrive") is not True
 
 
 def may_be_looked_at(index_sampler: Any) -> bool:
@@ -415,7 +450,8 @@ def load_early(options: Options, state: LoaderState) -> None:
         rng = order_generators(options)
         before = rng.capture()
         load_samplers(options.index_sampler, states, ())
-        rng.restore(before)
+        with restores_forgotten():  # a loader that was given its state before has not to draw after this
+            rng.restore(before)
 
 
 def own_state(index_sampler: Any) -> Frozen | None:
@@ -439,7 +475,9 @@ def since_preload(index_sampler: Any, states: Any) -> Any:
 
 def written(index_sampler: Any, states: Frozen | None) -> Any:
     """Write states of a sampler and its iterator down, with what was changed in the sampler since they were taken."""
+    if states is None:
+        return None
     sampler = stateful_sampler(index_sampler)
-    if states is None or not is_elastic(sampler) or (thawed := states.thaw())["sampler"] is None:
-        return states and states.plain()
+    if not is_elastic(sampler) or (thawed := states.thaw())["sampler"] is None:
+        return states.plain()
     return plain({**thawed, "sampler": whole_state(sampler, thawed["sampler"])})

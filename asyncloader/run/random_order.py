@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler
 
+from asyncloader.protocols import answers_of
+
 _LARGE = 1 << 18
 """To draw a permutation of more takes milliseconds."""
 _NO_MORE: Iterator[Any] = iter(())
@@ -42,7 +44,7 @@ class Batches:
     """
 
     def __init__(self, iterator: Iterator[Any], size: int, drop_last: bool) -> None:
-        self._iterator = iterator
+        self._iterator = answers_of(iterator)
         self._pieces = iterator if type(iterator) is RandomOrder else None
         self._size = size
         self._drop_last = drop_last
@@ -75,7 +77,7 @@ def skip(iterator: Iterator[Any], count: int) -> int:
     if type(iterator) is RandomOrder:
         return iterator.skip(count)
     drawn = counter()
-    deque(zip(islice(iterator, count), drawn, strict=False), maxlen=0)
+    deque(zip(islice(answers_of(iterator), count), drawn, strict=False), maxlen=0)
     return next(drawn)
 
 

@@ -21,12 +21,11 @@ from torch.utils.data import RandomSampler
 from asyncloader.errors import ConfigurationError
 from asyncloader.options import Options
 from asyncloader.protocols import SuppliesKeys, is_stateful, members
-from asyncloader.run.checkpoint import initial_state
 from asyncloader.run.data_rank import data_rank
 from asyncloader.run.fits import check
 from asyncloader.run.inline_iterator import InlineIterator
 from asyncloader.run.plan import samplers_within
-from asyncloader.run.rng_snapshot import DRAW_NOTHING, KNOWN_SAMPLERS
+from asyncloader.run.rng_snapshot import DRAW_NOTHING, KNOWN_SAMPLERS, restores_forgotten
 from asyncloader.run.run_start import Drawn, RunStart, begin, draw_seed
 from asyncloader.run.state import LoaderState
 from asyncloader.run.worker_iterator import WorkerIterator
@@ -74,7 +73,7 @@ def batch_of(loader: Any, epoch: int, number: int) -> Any:
     runs.set_epochs.of_past_run = [] if options.is_in_process else found.told
     runs.set_epochs.note_load(options)  # what was told by now is no other epoch than that of the batch
     iterator: Any
-    with left_alone(_drawn_from(options)):
+    with left_alone(_drawn_from(options)), restores_forgotten():
         if options.is_inline:
             iterator = InlineIterator(twin, options, runs, state)
         else:
@@ -90,7 +89,7 @@ def _find(loader: Any, epoch: int, number: int) -> Found:
     if min(epoch, number) < 0:
         raise IndexError(f"epochs and batches are counted from 0, but got batch {number} of epoch {epoch}")
     twin = copy.copy(loader)
-    past = next((run for run in reversed((*loader._runs.past,)) if run.epoch == epoch), None)
+    past = next((run for run in reversed((*loader._runs.past,)) if run.common.epoch == epoch), None)
     if past is not None:
         vars(twin).update((name, getattr(past.options, name)) for name in _OF_THE_RUN)
     _refuse(twin._loader_options(), _ROWLESS if past is not None else (*KNOWN_SAMPLERS, list, tuple, range))
@@ -114,7 +113,7 @@ def _find(loader: Any, epoch: int, number: int) -> Found:
         by = number - state.position
         sample = state.sample if state.sample < 0 else state.sample + size * by
         state = replace(state, position=number, drawn=state.drawn + by, sample=sample)
-    with left_alone(_drawn_from(options)):
+    with left_alone(_drawn_from(options)), restores_forgotten():
         start = _begun(twin, options, state)
         keys = [*islice(start.plan, number - state.position, number - state.position + 1)]
     if not keys:
@@ -220,7 +219,6 @@ def _of_one_batch(found: Found, number: int) -> LoaderState:
         seeding_rank=data_rank(options),
         **dict.fromkeys(("max_errors", "max_workers", "max_worker_memory", "trace")),
     )
-    base_seed, reruns, _ = (run := found.start.checkpointer).key
-    state = initial_state(twin._loader_options(), run.epoch, run.generators)
-    seeded = replace(state, base_seed=base_seed, reruns=reruns, at_iter="[]")  # no generator is set
-    return replace(seeded, position=number, sample=found.first)
+    # No generator is set, and nobody is told an epoch.
+    common = found.start.checkpointer.common
+    return replace(common, at_iter="[]", set_epochs=[], position=number, sample=found.first)

@@ -16,6 +16,7 @@ torch's nor provide a state, or where this process reads a stream.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -38,11 +39,10 @@ from asyncloader.protocols import is_stateful, probe
 from asyncloader.run.state import LoaderState
 from asyncloader.seeding.generators import (
     GLOBAL,
-    Mark,
     check_of,
     decode,
     encode,
-    is_seeded_since,
+    is_set_since,
     mark_of,
     set_state,
     state_of,
@@ -58,6 +58,23 @@ def draws_once(sampler: Any) -> bool:
     """Whether a sampler draws nothing from a global generator but before its first index."""
     is_known = type(sampler) in KNOWN_SAMPLERS or probe(sampler, "draws_once") is True
     return is_known and probe(sampler, "generator") is not torch.default_generator
+
+
+Mark = tuple[int, int]
+"""Of a generator, by `mark_of`, and how often loaders have restored it until then."""
+
+_times_restored: Counter[int] = Counter()  # by id: Python's and numpy's generators tell only of seeds without a draw
+
+
+@contextmanager
+def restores_forgotten() -> Iterator[None]:
+    """Have generators count as restored as often as before, whatever is restored meanwhile and put back afterwards."""
+    before = _times_restored.copy()
+    try:
+        yield
+    finally:
+        _times_restored.clear()
+        _times_restored.update(before)
 
 
 class RNGSnapshot:
@@ -97,6 +114,7 @@ class RNGSnapshot:
         for generator, state, is_meant in zip(self._generators, states, where or repeat(True), strict=False):
             if is_meant:
                 set_state(generator, state)
+                _times_restored[id(generator)] += 1
 
     def check(self) -> list[int]:
         """Return numbers that tell states of global generators from others, 0 for others' generators.
@@ -106,19 +124,22 @@ class RNGSnapshot:
         pairs = zip(self._generators, self.is_global, strict=True)
         return [check_of(each) if is_global else 0 for each, is_global in pairs]
 
-    def marks(self) -> list[Mark]:
-        """Return what tells `is_seeded_since` what the generators are now."""
-        return list(map(mark_of, self._generators))
+    def marks(self, where: list[bool]) -> list[Mark | None]:
+        """Mark the generators that ``where`` names; return the marks, None for the others."""
+        pairs = zip(self._generators, where, strict=False)
+        return [(mark_of(each), _times_restored[id(each)]) if is_meant else None for each, is_meant in pairs]
 
     def set_since(self, marks: list[Mark | None]) -> list[bool]:
-        """Return which of the generators were seeded since these marks, or had been set before them: None."""
-        pairs = zip(self._generators, marks, strict=False)
-        return [mark is None or is_seeded_since(generator, mark) for generator, mark in pairs]
+        """Return which of the generators were seeded or set since these marks, or had been set before them: None."""
+        return [
+            mark is None or _times_restored[id(generator)] != mark[1] or is_set_since(generator, mark[0])
+            for generator, mark in zip(self._generators, marks, strict=False)
+        ]
 
     def differ(self, states: list[Any], others: list[Any]) -> list[bool]:
         """Return which of the generators' states are other ones."""
-        texts = (map(encode, self._generators, each) for each in (states, others))
-        return [one != other for one, other in zip(*texts, strict=False)]
+        checks = (map(check_of, self._generators, each) for each in (states, others))
+        return [one != other for one, other in zip(*checks, strict=False)]
 
     def as_text(self, states: list[Any]) -> str:
         """Write captured states down as JSON."""

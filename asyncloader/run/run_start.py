@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncloader.engine.progress import Progress, SamplerState
-from asyncloader.epochs import listeners, tell
+from asyncloader.engine.tracks import make_tracks
+from asyncloader.epochs import EpochNotice, listeners, tell
 from asyncloader.log import log
 from asyncloader.messages.snapshot import Frozen, Pace, WorkerStart, dataset_here
 from asyncloader.options import Options
@@ -33,7 +34,7 @@ from asyncloader.run.runs import Runs
 from asyncloader.run.set_epochs import counting
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.ordered import ResumableSampler
-from asyncloader.seeding.own_generators import GeneratorKeys, Key
+from asyncloader.seeding.own_generators import GeneratorKeys
 
 
 class Drawn(NamedTuple):
@@ -69,6 +70,7 @@ def begin(
     prepare: Callable[[], object] | None = None,
     last: Checkpointer | None = None,
     left: RunStart | None = None,
+    iterator: Any = None,
 ) -> RunStart:
     """Bring generators, samplers and the dataset to where the run begins, and have it drawn.
 
@@ -84,6 +86,7 @@ def begin(
         prepare: Runs torch's constructor, before the order is drawn.
         last: The run before this one, if its workers make this one too.
         left: The run before this one, if it was left as soon as it had begun.
+        iterator: Gives the batches of the run; None if it is begun to be left, or to be looked at.
     """
     runs.set_epochs.look(options)  # before a state sets an epoch of its own
     rng = order_generators(options)
@@ -105,32 +108,36 @@ def begin(
     drawn = _as_saved(options, there, drawn, rng, loaded)
     if state is not None:
         order.note_state()
-        if not state.is_between_runs:
-            order.resume(state, before, check, rng.differ(at_iter, loaded))
+    if not there.is_between_runs:
+        order.resume(there, before, check, rng.differ(at_iter, loaded))
     had_seed = left.checkpointer if left is not None and options.persistent_workers else last
     reruns = there.reruns if there.keeps_seed or had_seed is None else had_seed.key[1] + 1
     key = (drawn.base_seed, reruns, data_rank(options))
-    progress = _progress(options, there, key, _known(options, starts, last))
-    progress.begin_after(samplers._replace(drawn=there.drawn))
-    # A stream that this process reads draws nothing at the first key; its state may have set the generators.
-    goes_on = options.is_inline and options.is_iterable and not there.is_between_runs and there.workers is not None
-    plan = _plan(options, there, progress, drawn.keys, None if goes_on and there.position else order)
+    notice = EpochNotice((*runs.set_epochs.of_dataset(options),), runs.set_epochs.count)
+    known = _known(options, starts, last, notice)
+    progress = _progress(options, there, key, known, samplers._replace(drawn=there.drawn))
+    plan = _plan(options, there, progress, drawn.keys, order)
+    common = LoaderState(
+        epoch=epoch,
+        base_seed=drawn.base_seed,
+        reruns=reruns,
+        shared_seed=drawn.shared_seed,
+        generators=generators,
+        set_epochs=epochs,
+        has_past=last is not None,
+    )
     checkpointer = Checkpointer(
         options,
         progress,
         order,
         key,
-        epoch,
-        generators,
-        drawn.shared_seed,
-        sampler_epochs=epochs,
-        dataset_epochs=runs.set_epochs.of_dataset(options),
-        has_past=last is not None,
-        warned=runs.warned,
-        is_resumed=state is not None and not state.is_between_runs,
+        common,
+        notice,
+        runs.warned,
+        is_resumed=not there.is_between_runs,
         left_out=index(there.left_out),  # a file that was tampered with may say anything
     )
-    runs.begin(checkpointer, state)
+    runs.begin(checkpointer, state, iterator)
     return RunStart(plan, checkpointer, starts)
 
 
@@ -145,7 +152,7 @@ def _put_anew(
         prepare()
     last = None
     if (latest := runs.run()) is not None:
-        last = [*latest.sampler_epochs, *latest.dataset_epochs]
+        last = [*latest.common.set_epochs, *latest.notice.epochs]
         if latest.progress.finished:
             runs.set_epochs.warn_of_same_order(options, last)
     at_iter = rng.capture()
@@ -175,32 +182,37 @@ def _put_back(
     constructor draws from them too, which is undone where the state has the base seed. States of samplers and of the
     dataset are loaded last, as they may set generators of their own, which then stay.
     """
-    at_iter, states = _rewind(options, state, runs, rng), unplain(state.samplers)
+    at_iter, states = runs.at_iter(state, rng), unplain(state.samplers)
+    _repeat_passes(options, state, runs)
+    rng.restore(at_iter)
     if prepare is not None:
         prepare()
         if state.keeps_seed:
             rng.restore(at_iter)
         else:
             at_iter = rng.capture()
+    within, those_told = samplers_within(options.index_sampler), [*listeners(options.dataset)]
     since = runs.set_epochs.since_load(options)
     load_samplers(options.index_sampler, None if state.passes else states, state.set_epochs)
     if state.is_between_runs:  # an epoch that was set since the load is the one that begins
-        tell(samplers_within(options.index_sampler), since)
-    tell(listeners(options.dataset), state.dataset_epochs)
-    news = since[len(samplers_within(options.index_sampler)) :] if state.is_between_runs else ()
-    tell([each if counting([each]) else None for each in listeners(options.dataset)], news)
+        tell(within, since)
+    tell(those_told, state.dataset_epochs)
+    news = since[len(within) :] if state.is_between_runs else ()
+    tell([each if counting([each]) else None for each in those_told], news)
     last = runs.set_epochs.now(options) if state.finished else None
-    frozen = None if states is None else Frozen(states)
+    # In another epoch that was set since the load the samplers say anew where they are.
+    has_moved = state.is_between_runs and not state.passes and any(told is not None for told in since[: len(within)])
+    frozen = None if states is None or has_moved else Frozen(states)
     samplers = _begin_epoch(options, runs, SamplerState(frozen, state.drawn, tuple(state.passes)), last)
     runs.set_epochs.note_state(state, options)
     if state.is_between_runs:  # a copy in a worker loads its state of the epoch before, and is told the one that begins
-        pairs = zip_longest(listeners(options.dataset), news)
+        pairs = zip_longest(those_told, news)
         news = tuple(each.epoch if counting([each]) else told for each, told in pairs)
     starts = _starts(options, state, news)
     if starts is not None and options.is_inline and state.is_between_runs and _has_dataset(options, starts[0]):
         # Before anything of the run is drawn: the dataset's state may set a global generator.
         options.dataset.load_state_dict(starts[0].snapshot["dataset"])
-        tell(listeners(options.dataset), news)
+        tell(listeners(options.dataset), news, again=not counting([options.dataset]))
         starts = {0: WorkerStart()}
     return at_iter, samplers, starts
 
@@ -215,21 +227,6 @@ def _begin_epoch(
             if isinstance(sampler, ResumableSampler):  # its newest iterator may have been left, in the same epoch
                 sampler.announce_reading()
     return samplers if samplers.state is not None else samplers._replace(state=own_state(options.index_sampler))
-
-
-def _rewind(options: Options, state: LoaderState, runs: Runs, rng: RNGSnapshot) -> list[Any]:
-    """Put the generators to where they were when the samplers were iterated over, and return where that is.
-
-    Where an epoch begins, generators stay that the trainer has set: see `Runs.set_by_trainer`.
-    """
-    before, set_by_trainer = rng.capture(), runs.set_by_trainer(rng)
-    _repeat_passes(options, state, runs)
-    at_iter = rng.from_text(state.at_iter)
-    if state.is_between_runs:
-        pairs = zip(before, at_iter, set_by_trainer, strict=False)
-        at_iter = [trainers if is_set else saved for trainers, saved, is_set in pairs]
-    rng.restore(at_iter)
-    return at_iter
 
 
 def _repeat_passes(options: Options, state: LoaderState, runs: Runs) -> None:
@@ -248,14 +245,14 @@ def _repeat_passes(options: Options, state: LoaderState, runs: Runs) -> None:
     tell(samplers_within(index_sampler), chosen)
 
 
-def _generator_keys(options: Options, state: LoaderState | None, runs: Runs, epoch: int) -> dict[str, Key]:
-    """Return the keys of generators that the dataset holds: of its own, or of the epoch that goes on."""
+def _generator_keys(options: Options, state: LoaderState | None, runs: Runs, epoch: int) -> str:
+    """Return the keys of generators that the dataset holds: of its own, or of the epoch that goes on. As JSON."""
     generators = runs.generators(options)
     keys = runs.generator_keys.following(generators, epoch)
     if state is not None and not state.is_between_runs:
         keys |= state.generator_keys
     runs.generator_keys = GeneratorKeys(generators, keys)
-    return keys
+    return json.dumps(keys)
 
 
 # ------------------------------------------------------------------------------------------------------ 3. as it was
@@ -288,32 +285,37 @@ def _as_saved(options: Options, there: LoaderState, drawn: Drawn, rng: RNGSnapsh
     return drawn
 
 
-def _plan(
-    options: Options, there: LoaderState, progress: Progress, keys: Iterator[Any], order: OrderDraw | None
-) -> Plan:
+def _plan(options: Options, there: LoaderState, progress: Progress, keys: Iterator[Any], order: OrderDraw) -> Plan:
     """Return the plan, from where the run begins."""
-    plan = Plan(options.index_sampler, keys, progress, Pace(), is_batched=options.auto_collation, order=order)
+    # A stream that this process reads draws nothing at the first key; its state may have set the generators.
+    goes_on = options.is_inline and options.is_iterable and not there.is_between_runs and there.workers is not None
+    drawn_by = None if goes_on and there.position else order
+    plan = Plan(options.index_sampler, keys, progress, Pace(), is_batched=options.auto_collation, order=drawn_by)
     if there.position and not options.is_iterable:
         plan.resume(None if there.passes else unplain(there.samplers), there.drawn)
     return plan
 
 
 def _progress(
-    options: Options, there: LoaderState, key: tuple[int, int, int], workers: dict[int, WorkerStart] | None
+    options: Options,
+    there: LoaderState,
+    key: tuple[int, int, int],
+    workers: dict[int, WorkerStart] | None,
+    samplers: SamplerState,
 ) -> Progress:
     """Return how far the run is before its first batch."""
     sample = there.position * (options.batch_size or 1) if there.sample < 0 else there.sample
+    seeds = None if options.is_iterable else key
     return Progress(
         there.position,
-        set(there.ahead),
+        there.ahead,
         in_order=options.in_order,
-        workers=workers,
+        tracks=make_tracks(workers, seeds, overlaps=options.overlaps),
         next_worker=there.next_worker,
         bad_count=there.bad_count,
-        key=None if options.is_iterable else key,
-        overlaps=options.overlaps,
         sample=sample if options.knows_places else 0,
         knows_places=options.knows_places,
+        samplers=samplers,
     )
 
 
@@ -356,7 +358,7 @@ def _starts(
             again,
             _what_else_counts(options, state),
         )
-    return {worker: start._replace(epochs=news) for worker, start in starts.items()}
+    return {worker: start.told(news) for worker, start in starts.items()}
 
 
 def _what_else_counts(options: Options, state: LoaderState) -> str:
@@ -392,10 +394,12 @@ def _warn_of_other_numbers(options: Options, state: LoaderState | None) -> None:
 
 
 def _known(
-    options: Options, starts: dict[int, WorkerStart] | None, last: Checkpointer | None
+    options: Options, starts: dict[int, WorkerStart] | None, last: Checkpointer | None, notice: EpochNotice
 ) -> dict[int, WorkerStart] | None:
     """Return where datasets are before the first batch, as far as this process knows."""
     known = (last and last.carried()) or starts
+    if known and last is not None:  # the datasets were told the epoch since
+        known = {worker: start.told(notice.since(last.notice)) for worker, start in known.items()}
     if starts is not None and not options.has_workers and starts[0] == WorkerStart():
         return {0: dataset_here(options.dataset, options.snapshot_every)}
     return known and dict(known)

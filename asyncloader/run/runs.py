@@ -21,16 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncloader.engine.progress import SamplerState
-from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, shared_trace
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, initial_state, nobody, warn_once
 from asyncloader.run.plan import keeps_place, order_generators, since_preload
-from asyncloader.run.rng_snapshot import RNGSnapshot
+from asyncloader.run.rng_snapshot import Mark, RNGSnapshot
 from asyncloader.run.set_epochs import SetEpochs
 from asyncloader.run.state import LoaderState
-from asyncloader.seeding.generators import Mark
 from asyncloader.seeding.own_generators import GeneratorKeys, seeded_generators_of
 
 _REMEMBERED = 8
@@ -90,11 +88,9 @@ class Runs:
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = dict.fromkeys(("_meter", "_trace"))
-        past: deque[Any] = deque(maxlen=_REMEMBERED)
-        dropped: deque[Any] = deque(maxlen=_MOST_DROPPED)
-        anew = {"records": (), "past": past, "_dropped": dropped, "set_epochs": copy.copy(self.set_epochs)}
-        return {**vars(self), **forgotten, **anew}
+        kept = ("begun", "warned", "loaded", "_marks", "generator_keys")
+        copied = {name: getattr(self, name) for name in kept}
+        return {**vars(Runs()), **copied, "set_epochs": copy.copy(self.set_epochs)}
 
     def state(self, options: Callable[[], Options]) -> LoaderState:
         """Return a state to go on from: in the middle of the newest run, or before the next one.
@@ -104,7 +100,16 @@ class Runs:
         """
         if self.loaded is not None:
             state = copy.deepcopy(self.loaded)
-            return replace(state, samplers=since_preload(options().index_sampler, state.samplers))
+            there = options()
+            samplers = since_preload(there.index_sampler, state.samplers)
+            if state.is_between_runs:  # another loader has begun since, perhaps
+                rng, news = order_generators(there), self.set_epochs.since_load(there)
+                state = replace(state, at_iter=rng.as_text(self.at_iter(state, rng)))
+            else:  # the same epoch is no news to a state in its middle
+                news = self.set_epochs.of_another(state, there)
+            return replace(
+                state, samplers=samplers, next_epochs=[*news] if any(each is not None for each in news) else []
+            )
         run = self.run(of_state=True)
         if run is None:
             there = options()
@@ -130,7 +135,8 @@ class Runs:
     @property
     def _is_sampler_shared(self) -> bool:
         """Whether two runs have read the sampler in turns."""
-        return any(run.progress.has_read_on for run in self.past)
+        pairs = ((run.progress.asked_alone, run.progress.asked) for run in self.past)
+        return any(alone is not None and asked > alone for alone, asked in pairs)
 
     def samplers_now(self) -> SamplerState:
         """Return where samplers are before a run that begins; without a state where they say it themselves."""
@@ -142,41 +148,31 @@ class Runs:
         run = self.run()
         return self._meter if run is None else run.meter
 
-    @meter.setter
-    def meter(self, meter: Meter) -> None:
-        self._meter = meter
-        if self.records:
-            self.records[-1].meter = meter
-
     @property
     def iterator(self) -> Any:
         """The iterator over the run that is spoken of; None if that is gone, or there is no run."""
         return None if (run := self.run()) is None else run.iterator()
 
-    def begin(self, checkpointer: Checkpointer, state: LoaderState | None) -> None:
-        """Note a run that begins, anew or from a state."""
-        last = self.run()
-        if last is not None and last.iterator is not nobody and not last.is_alive:
-            self._warn_if_used_up(last)
-        self.records = (*(each for each in self.records if each.is_alive), checkpointer)
+    def begin(self, checkpointer: Checkpointer, state: LoaderState | None, iterator: Any) -> None:
+        """Note a run that begins, anew or from a state, with its iterator; None if nobody will be given that.
+
+        With persistent workers the iterator had another run before, which is over.
+        """
+        last, others = self.run(), [each for each in self.records if each.is_alive and each.iterator() is not iterator]
+        is_left = last is not None and last.iterator is not nobody and last not in others
+        if last is not None and is_left and last.is_resumed and not last.progress.end_is_known:
+            warn_once(self.warned, _USED_UP, last.given)
+        self.records = (*others, checkpointer)
+        if iterator is not None:
+            checkpointer.iterator = weakref.ref(iterator, self._dropped.append)
         if state is not None:
             self.past.clear()
-        self.begun = max(checkpointer.epoch + 1, 0 if state is None else state.begun)
+        self.begun = max(checkpointer.common.epoch + 1, 0 if state is None else state.begun)
         if not checkpointer.options.is_iterable:
             for run in self.past:
                 if run.progress.asked_alone is None:
                     run.progress.asked_alone = run.progress.asked
             self.past.append(checkpointer)
-
-    def hand_on(self, iterator: Any) -> None:
-        """Note the iterator of the newest run. With persistent workers it had another run before, which is over."""
-        *older, newest = self.records
-        for each in older:
-            if each.iterator() is iterator:
-                self._warn_if_used_up(each)
-                self.records = (*(other for other in older if other is not each), newest)
-                break
-        newest.iterator = weakref.ref(iterator, self._dropped.append)
 
     def run(self, *, of_state: bool = False) -> Checkpointer | None:
         """Return the current run; None before the first one.
@@ -208,17 +204,13 @@ class Runs:
             return True
         return dropped.index(run.iterator) > dropped.index(other.iterator)
 
-    def _warn_if_used_up(self, last: Checkpointer) -> None:
-        if last.is_resumed and not last.progress.end_is_known:
-            warn_once(self.warned, _USED_UP, last.given)
-
     def load(self, state: LoaderState | None, options: Options) -> None:
         """Have the next run begin from a state that fits; None for the very first.
 
         What is set from now on, by the trainer, counts in the state's place.
         """
         self.loaded = state
-        self.set_epochs.note_load(options)
+        self.set_epochs.note_load(options, state)
         self._marks = _marks(order_generators(options), state) if state else []
         self.generator_keys = (
             GeneratorKeys(self.generators(options), state.generator_keys) if state else GeneratorKeys({}, {})
@@ -230,10 +222,22 @@ class Runs:
         self.past.clear()
         self.begun = 0
 
+    def at_iter(self, state: LoaderState, rng: RNGSnapshot) -> list[Any]:
+        """Return where the generators are when the samplers are iterated over in a run that begins from a state.
+
+        Where an epoch begins, generators stay that the trainer has set.
+        """
+        at_iter = rng.from_text(state.at_iter)
+        if not state.is_between_runs:
+            return at_iter
+        pairs = zip(rng.capture(), at_iter, self.set_by_trainer(rng), strict=False)
+        return [trainers if is_set else saved for trainers, saved, is_set in pairs]
+
     def set_by_trainer(self, rng: RNGSnapshot) -> list[bool]:
         """Return which generators an epoch that begins after a loaded state leaves as they are.
 
-        The trainer has seeded them since the load. Or the load found them where the state has them, so whatever the
+        The trainer has seeded or set them since the load, or another loader that has begun from its own state: this one
+        draws after that one, as in the run before. Or the load found them where the state has them, so whatever the
         trainer draws after it is what it draws after the state: it had restored them, or has gone on in this process.
         """
         return rng.set_since(self._marks) if self._marks else [False] * len(rng)
@@ -242,25 +246,21 @@ class Runs:
         """Return the generators that the dataset holds and the loader seeds, by their paths."""
         return seeded_generators_of(options.dataset, options.collate_fn) if options.seeds_generators else {}
 
-    def make_meter(
-        self, options: Options, epoch: int, num_workers: int, window: int, faults: Faults, *, keys_arrive: bool
-    ) -> Meter:
-        """Return what counts what happens in a run of this number.
+    def make_meter(self, num_workers: int, window: int, *, keys_arrive: bool) -> Meter:
+        """Return what counts what happens in the run that has just begun; remember it.
 
         Args:
-            options: The options of the run.
-            epoch: Which run it is.
             num_workers: Workers that it begins with.
             window: Batches in flight or waiting at a time.
-            faults: Counts its faults.
             keys_arrive: Keys of samples become known as time goes by: they come from a stream, or a feed.
         """
-        return Meter(
-            epoch,
+        run = self.records[-1]
+        options = run.options
+        self._meter = run.meter = Meter(
+            run.common.epoch,
             num_workers,
             window,
-            faults,
-            self._open_trace(options),
+            trace=self._open_trace(options),
             is_iterable=options.is_iterable,
             keys_arrive=keys_arrive,
             scheduling=options.scheduling,
@@ -271,6 +271,7 @@ class Runs:
             has_provider=options.provider is not None,
             auto=options.is_auto,
         )
+        return self._meter
 
     def _open_trace(self, options: Options) -> Trace | None:
         """Return where the timeline of a run is written. All runs share one file, with other loaders that name it."""
@@ -287,4 +288,4 @@ def _marks(rng: RNGSnapshot, state: LoaderState) -> list[Mark | None]:
     else:
         checks = zip(rng.is_global, rng.check(), state.check, strict=False)
         is_other = [here != there or not is_global for is_global, here, there in checks]
-    return [mark if differs else None for mark, differs in zip(rng.marks(), is_other, strict=False)]
+    return rng.marks(is_other)

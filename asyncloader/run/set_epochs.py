@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from asyncloader.epochs import changed, hears, listeners, numbers, tell
+from asyncloader.epochs import changed, hears, latest, listeners, numbers, tell
 from asyncloader.log import log
 from asyncloader.options import Options
 from asyncloader.protocols import probe
@@ -32,11 +32,13 @@ class SetEpochs:
     where nothing was told.
 
     Attributes:
+        count: How often the user has set an epoch.
         of_past_run: What the dataset had been told before a past run. Workers that make a batch of that again are told
             this, and no epoch of now.
     """
 
     def __init__(self) -> None:
+        self.count: int = 0
         self.of_past_run: list[int | None] = []
         self._told: list[int | None] = []  # by the loader or a state: of those that do not show it
         self._when_loaded: list[int | None] = []
@@ -49,6 +51,7 @@ class SetEpochs:
         for thing in filter(hears, things):
             thing.set_epoch(epoch)
         self._told = [epoch] * len(things)
+        self.count += 1
         self._when_loaded = []  # whatever was known then, this is news
         self._is_quiet = True
 
@@ -109,11 +112,20 @@ class SetEpochs:
         """Note what a state has told samplers and the dataset that a run begins from."""
         self._told = [was if now is None else now for was, now in zip(self.now(options), _told_by(state), strict=False)]
 
-    def note_load(self, options: Options) -> None:
-        """Note what is told when a state is loaded: an epoch that is set afterwards goes before the state's."""
+    def note_load(self, options: Options, state: LoaderState | None = None) -> None:
+        """Note what is told when a state is loaded: an epoch that is set afterwards goes before the state's.
+
+        An epoch that had been set for the next run when the state was taken is set now.
+        """
         for counter in counting(_things(options)):
             counter.is_epoch_set = False
         self._when_loaded = self.now(options)
+        if state is not None:
+            for place, (thing, epoch) in enumerate(zip(_things(options), state.next_epochs, strict=False)):
+                if epoch is not None and hears(thing):
+                    thing.set_epoch(epoch)
+                    self._when_loaded[place] = None
+            self._told = [*latest(self.now(options), state.next_epochs)]
 
     def now(self, options: Options) -> list[int | None]:
         """Return what samplers and the dataset's listeners were told."""
@@ -132,12 +144,15 @@ class SetEpochs:
         return changed(self.now(options), self._when_loaded)
 
     def of_another(self, state: LoaderState, options: Options) -> tuple[int | None, ...]:
-        """Return what was told since a state was loaded, if that is another epoch than the one the state is in."""
+        """Return what was told since a state was loaded, if that is another epoch than the one the state is in.
+
+        If another had been set when the state was taken, it is in none: each epoch begins at its beginning then.
+        """
         chosen = self.since_load(options)
         pairs = zip(chosen, _told_by(state), strict=False)
         is_news = any(now is not None and now != (before or 0) for now, before in pairs)
         # A state of torchdata's does not say which epoch it is in.
-        return chosen if is_news and state.set_epochs and not state.is_between_runs else ()
+        return chosen if (is_news or state.next_epochs) and state.set_epochs and not state.is_between_runs else ()
 
     def choose(self, chosen: Sequence[int | None], options: Options) -> None:
         """Tell samplers and the dataset of the epoch that was set after a state was loaded."""
@@ -159,7 +174,23 @@ def counting(things: Iterable[Any]) -> list[Any]:
     return [each for each in things if isinstance(probe(each, "is_epoch_set"), bool)]
 
 
-def counted_epochs(dataset: Any) -> list[int | None]:
-    """Return the epochs of a dataset's listeners if one of them counts: otherwise states between runs have none."""
-    found = [each.epoch if counting([each]) else None for each in listeners(dataset)]
+def next_epochs(options: Options, last: Sequence[int | None] = ()) -> list[int | None]:
+    """Return which epochs are next of those that count: of samplers where one was set, of datasets in any case.
+
+    Otherwise the samplers' own states say it. Lists with no epoch are empty.
+
+    Args:
+        options: The loader's.
+        last: The epochs of the dataset's listeners in the run that is over.
+    """
+    of_samplers = [
+        each.epoch if counting([each]) and each.is_epoch_set else None
+        for each in samplers_within(options.index_sampler)
+    ]
+    pairs = zip(listeners(options.dataset), chain(last, repeat(None)), strict=False)
+    of_dataset = [
+        each.epoch + (not each.is_epoch_set and each.epoch == before) if counting([each]) else None
+        for each, before in pairs
+    ]
+    found = of_samplers + of_dataset
     return found if any(epoch is not None for epoch in found) else []

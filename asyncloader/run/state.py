@@ -29,7 +29,7 @@ from asyncloader.messages.snapshot import WorkerStart, from_plain
 from asyncloader.options import Options
 from asyncloader.seeding.own_generators import Key
 
-VERSION = 5
+VERSION = 6
 ALL = -1
 
 
@@ -55,6 +55,8 @@ class LoaderState:
         check: Tells what the global generators are now, -1 if nobody can say.
         set_epochs: What `set_epoch` of samplers had been called with, from the outermost on.
         dataset_epochs: What that of datasets had been called with.
+        next_epochs: Which epochs begin next, of samplers first, as if `set_epoch` were called once this is loaded. None
+            for those that say it themselves; [] for none.
         samplers: The last state of samplers that was taken.
         drawn: How many batches their present iterator has given since.
         passes: How many answers each iterator that is dropped by now has given since.
@@ -84,6 +86,7 @@ class LoaderState:
     check: list[int] = field(default_factory=list)
     set_epochs: list[int | None] = field(default_factory=list)
     dataset_epochs: list[int | None] = field(default_factory=list)
+    next_epochs: list[int | None] = field(default_factory=list)
     samplers: Any = None
     drawn: int = 0
     passes: list[int] = field(default_factory=list)

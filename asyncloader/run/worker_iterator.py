@@ -10,6 +10,7 @@ Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from concurrent.futures import Future
@@ -28,26 +29,23 @@ from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.engine import exits
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.engine import Engine, State
-from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.item import Item
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.errors import LoaderClosedError, loop_blocked
-from asyncloader.machine import usable_cores
-from asyncloader.messages.failure import stand_in
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
+from asyncloader.loops import GuardedLoop
+from asyncloader.messages.failure import is_of_opening, stand_in
 from asyncloader.messages.messages import Kind
-from asyncloader.observe.faults import Faults
 from asyncloader.options import AutoWorkers, Options
-from asyncloader.run.base_iterator import FOR, BaseIterator, check_owner
+from asyncloader.run.base_iterator import FOR, BaseIterator
 from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
 from asyncloader.run.state import ALL, LoaderState
 from asyncloader.weak import while_alive
 from asyncloader.worker.bootstrap import refuse_in_main
-from asyncloader.worker.guarded_loop import GuardedLoop
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -89,30 +87,28 @@ class WorkerIterator(BaseIterator[T_co]):
             refuse_in_main()
         super().__init__(loader, options, runs)
         self.asked: Options = options
-        self._start(loader, state, wait=wait_for_start)
-
-    def _start(self, loader: DataLoader[T_co], state: LoaderState | None, *, wait: bool) -> None:
-        """Start workers and the first run."""
         iterate = partial(self._reset, loader, first_iter=True)
         start = self._begin(iterate, state, prepare=partial(self._construct, loader))
         self._run_numbers = count(1)
         run = self._make_run(start)
-        self._engine = self._make_engine(run)
-        self._engine.close_with(self)
-        run.read_first(self._engine.waker())
+        portal = get_portal()
+        loop = GuardedLoop(portal.loop)
+        pool, finisher = self._make_pool(loop), self._make_finisher(loop)
+        controller = Controller(options, options.num_workers) if options.is_auto else None
+        tell = while_alive(self.note_number, None)
+        self._engine = engine = Engine(portal, loop, pool, run, options, finisher, controller, tell)
+        engine.close_with(self)
+        run.read_first(while_alive(engine.wake, None))
         self._take_from(run)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = None
-        if wait:
-            self._start_here()
-        else:
-            self._started = self._engine.start_apart()
-
-    def _start_here(self) -> None:
         try:
-            self._engine.start()
+            if wait_for_start:
+                engine.start()
+            else:  # in a thread of its own, which holds up neither the caller's loop nor, on the portal's, others
+                self._started = portal.call_apart(engine.start)
         except LoaderClosedError:
-            self._engine.portal.stop_daemon()
+            portal.stop_daemon()
             raise
 
     def _construct(self, loader: DataLoader[T_co]) -> None:
@@ -140,7 +136,7 @@ class WorkerIterator(BaseIterator[T_co]):
         run = self._make_run(start)
         try:
             self._engine.push(run)
-            run.read_first(self._engine.waker())
+            run.read_first(while_alive(self._engine.wake, None))
             self._take_from(run)
         except BaseException:  # an interrupt: workers may be at a run of which nobody takes
             self.leave()
@@ -159,13 +155,13 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _take_from(self, run: Run) -> None:
         """Have consumers take from a run that has begun."""
-        self._run, self.is_closed, self._face, self._pass = run, False, "", None  # the next call decides the face
-        self._meter = self._runs.meter = run.meter
+        self._run, self._is_made, self.is_closed, self._pass = run, True, False, None
+        self.face: str = ""  # the next call decides it
+        self._meter = run.meter
 
     def _make_run(self, start: RunStart) -> Run:
         """Return a run, which nobody has begun."""
-        options, runs, plan = self._options, self._runs, start.plan
-        progress, faults = start.checkpointer.progress, Faults()
+        options, plan, progress = self._options, start.plan, start.checkpointer.progress
         epoch = start.checkpointer.epoch_spec(next(self._run_numbers), start.starts)  # as workers are to know it
         scheduler = Scheduler(
             options,
@@ -173,31 +169,20 @@ class WorkerIterator(BaseIterator[T_co]):
             next_worker=progress.now.next_worker,
             runs_ahead=not may_be_looked_at(options.index_sampler),
         )
-        meter = runs.make_meter(
-            options, epoch.epoch, options.num_at_start, scheduler.window, faults, keys_arrive=plan.arrives
-        )
-        return Run(options, scheduler, epoch, meter, plan, progress, ErrorLimit(options, progress, faults))
+        meter = self._runs.make_meter(options.num_at_start, scheduler.window, keys_arrive=plan.arrives)
+        return Run(options, scheduler, epoch, meter, plan, progress)
 
     # ------------------------------------------------------------------------------------------------- workers
-
-    def _make_engine(self, run: Run) -> Engine:
-        """Return an engine that begins with a run, and its workers, which are not started yet.
-
-        Raises:
-            Exception: as the pickling of the dataset or a function raises it, or as a provider's backend does.
-        """
-        options, portal = self._options, get_portal()
-        loop = GuardedLoop(portal.loop)
-        pool = self._make_pool(loop)
-        finisher = self._make_finisher(loop)
-        controller = Controller(options, options.num_workers, usable_cores()) if options.is_auto else None
-        return Engine(portal, loop, pool, run, options, finisher, controller, while_alive(self.note_number, None))
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
         return None if self._pinned_for is None else Finisher(loop, self._pinned_for)
 
     def _make_pool(self, loop: GuardedLoop) -> Backend[Any]:
-        """Decide where the workers run: on a loop (0 of them), on threads, in processes, where a provider has them."""
+        """Decide where the workers run: on a loop (0 of them), on threads, in processes, where a provider has them.
+
+        Raises:
+            Exception: as the pickling of the dataset or a function raises it, or as a provider's backend does.
+        """
         options, spec = self._options, self._worker_spec()
         if options.is_in_process:
             return LocalPool(loop, spec, on_threads=options.num_workers > 0)
@@ -217,8 +202,8 @@ class WorkerIterator(BaseIterator[T_co]):
     def is_usable(self) -> bool:
         """Whether it can begin another run."""
         engine = self._engine
-        is_there = engine.pid == os.getpid() and engine.state in (State.NEW, State.OPEN)
-        return is_there and engine.error is None and not engine.recovery.has_lost_for_good
+        is_there = self._pid == os.getpid() and engine.state in (State.NEW, State.OPEN)
+        return is_there and not self.is_closed and engine.error is None and not engine.recovery.has_lost_for_good
 
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: see :meth:`asyncloader.DataLoader.set_num_workers`."""
@@ -232,10 +217,6 @@ class WorkerIterator(BaseIterator[T_co]):
                 self._started.add_done_callback(lambda _: resize())
 
     # -------------------------------------------------------------------------------------------------- taking
-
-    @property
-    def _is_made(self) -> bool:
-        return "_run" in vars(self)
 
     def is_ready(self) -> bool:
         """Whether the next batch is there."""
@@ -257,8 +238,6 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _wait_for_item(self) -> tuple[Run, Item]:
         refuse_to_block_the_loop()
-        if self._started is not None:
-            self._wait_started(self._started)
         deadline = self._begin_wait()
         while (item := self._look(run := self._run)) is None:  # another one, if the iterator has begun it meanwhile
             if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
@@ -274,9 +253,9 @@ class WorkerIterator(BaseIterator[T_co]):
                 await self._until_started()
             run = self._run
             if (item := run.first()) is not None:
-                return self._give(run, item, 0.0, asked_at, in_async_for=True)
+                return self._give(run, item, 0.0, asked_at)
             run, item = await self._wait_for_item_async()
-            return self._give(run, item, asked_at, perf_counter(), in_async_for=True)
+            return self._give(run, item, asked_at, perf_counter())
         finally:
             item = None
 
@@ -294,6 +273,12 @@ class WorkerIterator(BaseIterator[T_co]):
         except StopAsyncIteration as error:  # of the sampler
             raise stand_in(error, in_async_for=True) from error
         return run, item
+
+    def check_first(self) -> None:
+        """Wait until the first batch is there, and raise what stands for it if its worker could not be set up."""
+        with contextlib.suppress(StopIteration, BatchTimeoutError):  # which the consumer is told of by `next`
+            if not self._keys_arrive and is_of_opening(self._wait_for_item()[1].outcome.error):
+                next(self)
 
     def _begin_wait(self) -> float | None:
         """Return until when a consumer waits for a batch from now on, before it asks what the batch waits for."""
@@ -337,7 +322,7 @@ class WorkerIterator(BaseIterator[T_co]):
                 self._engine.request_close()  # the workers may go
         return None
 
-    def _give(self, run: Run, item: Item, asked_at: float, came_at: float, *, in_async_for: bool = False) -> Any:
+    def _give(self, run: Run, item: Item, asked_at: float, came_at: float) -> Any:
         """Return the batch of an item, or raise what is in its place; it is counted last.
 
         Args:
@@ -345,7 +330,6 @@ class WorkerIterator(BaseIterator[T_co]):
             item: The item.
             asked_at: Since when the consumer has waited; 0.0 if it has just come.
             came_at: Since when it need not wait.
-            in_async_for: What is raised is to end no ``async for``.
         """
         outcome = item.outcome
         run.read_for(item, asked_at, came_at)
@@ -355,26 +339,15 @@ class WorkerIterator(BaseIterator[T_co]):
             run.count(item)
             self._num_yielded += 1
             return outcome.data
-        error = stand_in(outcome.error, in_async_for=in_async_for)
+        error = stand_in(outcome.error, in_async_for=self.face != FOR)
         run.count(item)
         try:
             raise error
         finally:
             del error, item, outcome  # a traceback that refers to this frame would keep the iterator, and its workers
 
-    def _wait_started(self, started: Future[None]) -> None:
-        try:
-            started.result()
-        except LoaderClosedError:
-            self._engine.portal.stop_daemon()
-            raise
-        finally:
-            if started.done():
-                self._started = None
-            del started  # a traceback that refers to this frame, and to which the future refers, would be a cycle
-
     async def _until_started(self) -> None:
-        """Wait until workers are started, as `_wait_started` does."""
+        """Wait until workers are started."""
         if (started := self._started) is not None:
             try:
                 await asyncio.shield(asyncio.wrap_future(started))
@@ -388,9 +361,7 @@ class WorkerIterator(BaseIterator[T_co]):
         self._check_usable()
 
     def _check_usable(self) -> None:
-        engine = self._engine
-        check_owner(engine.pid)
-        run = self._run
+        engine, run = self._engine, self._run
         is_closing = self.is_closed or engine.state in (State.CLOSING, State.CLOSED)
         if is_closing and not run.all_taken and run.error is None:
             engine.portal.stop_daemon()
@@ -400,20 +371,14 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def close(self) -> None:
         """End the run: workers finish what they are at, and are killed after 3 s. Returns when they are gone."""
-        if not self._is_finalizing() and self._is_made and self._engine.pid == os.getpid():
+        if not self._is_finalizing() and self._is_made and self._pid == os.getpid():
             self.leave()
             refuse_to_block_the_loop()
             self._wait_closed()
 
-    async def aclose(self) -> None:
-        """End the run as `close` does, without blocking the loop."""
-        if self._engine.pid == os.getpid():
-            self.leave()
-            await asyncio.to_thread(self._wait_closed)
-
     def leave(self) -> None:
         """End the run as `close` does, without waiting for it."""
-        if self._is_made and self._engine.pid == os.getpid():
+        if self._is_made:
             self.is_closed, self._pass = True, None  # batches that are ready are not given either
             self._engine.request_close()
 

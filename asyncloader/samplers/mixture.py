@@ -178,11 +178,7 @@ class MixtureSampler(OrderedSampler):
         return [own * cost**power for own, cost in zip(weights, self._costs or [1] * len(weights), strict=True)]
 
     def _check(self, weights: Sequence[float]) -> None:
-        _check_order(weights)
-        if len(weights) != len(self.lengths):
-            raise ConfigurationError(f"there are {len(self.lengths)} sources, but {len(weights)} weights: {weights}")
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights):
-            raise ConfigurationError(f"weights should be 0 or more, and not all 0, but got {weights}")
+        check_weights(weights, len(self.lengths))
         if any(0 < weight < _LEAST_SHARE * sum(weights) for weight in weights):
             raise ConfigurationError(f"a weight should be 0 or at least {_LEAST_SHARE} of all, but got {weights}")
         if any(weight and not length for weight, length in zip(weights, self.lengths, strict=True)):
@@ -231,6 +227,15 @@ def _check_order(weights: Any) -> None:
             "weights should be a list with a number for each source, in the order of the sources: "
             f"weights={[*weights.values()]}, but got {weights!r}"
         )
+
+
+def check_weights(weights: Any, count: int) -> None:
+    """Raise a ConfigurationError if these are no weights of so many sources."""
+    _check_order(weights)
+    if len(weights) != count:
+        raise ConfigurationError(f"there are {count} sources, but {len(weights)} weights: {weights}")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights):
+        raise ConfigurationError(f"weights should be 0 or more, and not all 0, but got {weights}")
 
 
 def stages_of(weights: Any) -> list[tuple[int, Sequence[float]]]:

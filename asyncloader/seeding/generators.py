@@ -51,11 +51,14 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def check_of(generator: Any) -> int:
-    """Return a number that tells the state of a generator from others, in any process. 1 to 20 us."""
-    state = state_of(generator)
+def check_of(generator: Any, state: Any = None) -> int:
+    """Return a number that tells a state of a generator, by default where it is, from others. 1 to 20 us.
+
+    It is the same in any process, and with the mark of `mark_of`.
+    """
+    state = state_of(generator) if state is None else state
     if isinstance(generator, torch.Generator):
-        return zlib.crc32(state.numpy().data)
+        return zlib.crc32(state.numpy()[_SEED_BYTES if generator.device.type == "cpu" else 0 :].data)
     # A Gaussian that was made with the last one, and is kept for the next draw, belongs to the state. A hash of numbers
     # alone is the same in every process.
     if isinstance(generator, random.Random):
@@ -68,33 +71,40 @@ def check_of(generator: Any) -> int:
     )  # not `repr`: numpy's can be set
 
 
+_WORD = (1 << 32) - 1
 _UNUSED = 624
 """Where a Mersenne Twister stands that was seeded, and has not been drawn from."""
-
-Mark = tuple[int, int | None]
-
-
-def mark_of(generator: Any) -> Mark:
-    """Return what tells later whether a generator was seeded since: the check of its state, and torch's seed."""
-    return check_of(generator), generator.initial_seed() if isinstance(generator, torch.Generator) else None
+_MARK = 0x6C6F6164 << 32
+_SEED_BYTES = 8  # of the state of torch's generators for the CPU, which do not draw by it
 
 
-def is_seeded_since(generator: Any, mark: Mark) -> bool:
-    """Whether a generator was seeded, or set to a state of another seed, since that mark; draws alone do not count.
+def mark_of(generator: Any) -> int:
+    """Mark a generator; return what tells later whether it was seeded or set since. It draws the same as before.
 
-    torch's generators know their seeds. Python's and numpy's show it as long as nothing was drawn from them.
+    torch's generators name their seeds, and whoever seeds one may give it the seed that it had. So the upper half of
+    the seed that it names is changed, until somebody sets it.
     """
-    check, seed = mark
+    if not isinstance(generator, torch.Generator):
+        return check_of(generator)
+    if generator.device.type == "cpu":  # others draw by the seed that they name
+        state = generator.get_state()
+        state.numpy()[:_SEED_BYTES].view(np.uint64)[:] = generator.initial_seed() & _WORD | _MARK
+        generator.set_state(state)
+    return generator.initial_seed()
+
+
+def is_set_since(generator: Any, mark: int) -> bool:
+    """Whether a generator was seeded, or set to a state, since that mark; draws alone do not count.
+
+    Python's and numpy's show it as long as nothing was drawn from them since.
+    """
     if isinstance(generator, torch.Generator):
-        if generator.initial_seed() != seed:
-            return True
-        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-        is_unused = torch.equal(generator.get_state(), fresh.get_state())
-    elif isinstance(generator, random.Random):
+        return generator.initial_seed() != mark
+    if isinstance(generator, random.Random):
         is_unused = generator.getstate()[1][-1] == _UNUSED
     else:
         is_unused = is_old(generator) and generator.get_state()[2] == _UNUSED
-    return is_unused and check_of(generator) != check
+    return is_unused and check_of(generator) != mark
 
 
 def states_of(generators: Iterable[Any]) -> list[tuple[Any, Any]]:

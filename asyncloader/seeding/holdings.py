@@ -55,7 +55,7 @@ def held(dataset: Any, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, 
         seen.add(id(thing))
         try:
             found = bool(path) and is_wanted(thing)
-            inside = list(_inside(thing, is_wanted, kinds)) if not found and depth < _DEEPEST else []
+            inside = list(parts_of(thing, is_wanted, kinds)) if not found and depth < _DEEPEST else []
         except Exception:  # a lazy proxy whose `__class__` raises, a key without a text: it holds nothing for us
             continue
         if found:
@@ -84,7 +84,8 @@ def closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def _inside(thing: Any, is_wanted: Callable[[Any], bool], kinds: set[type]) -> Iterator[tuple[str, Any]]:
+def parts_of(thing: Any, is_wanted: Callable[[Any], bool], kinds: set[type]) -> Iterator[tuple[str, Any]]:
+    """Yield what a thing refers to itself, with names; of classes that were not met before what is wanted, too."""
     if isinstance(thing, dict):
         yield from ((str(key), value) for key, value in islice(dict.items(thing), _MOST_ENTRIES))
     elif isinstance(thing, _CONTAINERS):

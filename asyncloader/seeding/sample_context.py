@@ -44,9 +44,11 @@ class Steps:
 
     Attributes:
         is_on: Steps of samples that begin now are to be begun and ended.
+        running: The sample whose step it is.
     """
 
     is_on = False
+    running: SampleContext | None = None
 
     def begin_run(self, seeder: Seeder) -> None:
         """Begin another run."""

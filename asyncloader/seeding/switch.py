@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
@@ -35,6 +36,9 @@ _WAY_OUT = (
     "in worker processes, one sample at a time (no concurrency)."
 )
 
+_ENOUGH_STEPS = 3
+"""One of a batch of one sample, and one to the end of it, may be followed by another batch."""
+
 
 class DrawWatch(Steps):
     """Warns of the first draw of samples that share generators with others, and so cannot be seeded.
@@ -45,7 +49,8 @@ class DrawWatch(Steps):
         seeder: Of the first run. It knows the generators of the dataset's own.
         is_alone: Nobody else draws in this process: what has moved when a batch is there, its samples have moved.
             Otherwise each step is looked at, until the first batch is there: most trainers wait for that, and draw
-            nothing meanwhile.
+            nothing meanwhile. A single step that has drawn proves nothing, as the base seed of another loader may have
+            been drawn; after batches of one sample, the next one is looked at too.
 
     Attributes:
         has_warned: One of this process has warned, which is enough.
@@ -56,6 +61,9 @@ class DrawWatch(Steps):
     def __init__(self, seeder: Seeder, *, is_alone: bool) -> None:
         self.is_on: bool = not is_alone
         self._is_alone = is_alone
+        self._is_suspected = False
+        self._num_steps = 0
+        self._lock = threading.Lock()
         self.begin_run(seeder)
 
     def begin_run(self, seeder: Seeder) -> None:
@@ -70,20 +78,26 @@ class DrawWatch(Steps):
 
     def end(self, sample: object = None, *, is_last: bool = True) -> None:
         """End it: warn if it has drawn."""
-        if self._mark == (now := self._positions()) or DrawWatch.has_warned:
+        self._num_steps += 1
+        with self._lock:  # the steps of two threads that end at the same time are not to count one draw twice
+            before, self._mark = self._mark, self._positions()
+        if before == self._mark or DrawWatch.has_warned:
             return
-        self._mark, DrawWatch.has_warned = now, True
+        if not (self._is_alone or (self._is_suspected and self.is_on)):  # the trainer may have its batch, and draw
+            self._is_suspected = True
+            return
+        DrawWatch.has_warned = True
         log.warning(
-            "Samples that are fetched at the same time draw from random generators (of random, numpy.random or torch, "
-            "or the dataset's own) that they share with each other or with the trainer: what they draw depends on "
-            "timing and on the number of workers, and is not the same again after a resume. %s The samples of an async "
-            'dataset have draws of their own with seeding="sample", in worker processes.',
+            "Samples that are made at the same time seem to draw from random generators (of random, numpy.random or "
+            "torch, or the dataset's own) that they share with each other or with the trainer: what they draw depends "
+            "on timing and on the number of workers, and is not the same again after a resume. %s The samples of an "
+            'async dataset have draws of their own with seeding="sample", in worker processes.',
             _WAY_OUT,
         )
 
     def on_batch(self) -> None:
         """Note that a batch is there."""
-        self.is_on = False
+        self.is_on = self._is_suspected and self._num_steps < _ENOUGH_STEPS
         if self._is_alone and turns.lock.acquire(blocking=False):  # otherwise a thread moves them, in a block
             self.end()
             turns.lock.release()
@@ -108,7 +122,6 @@ class GeneratorSwitch(Steps):
     is_on = True
 
     def __init__(self, seeder: Seeder, *, warns: bool = True) -> None:
-        self._running: SampleContext | None = None
         self._warns = warns
         self.begin_run(seeder)
 
@@ -123,7 +136,7 @@ class GeneratorSwitch(Steps):
     def begin(self, sample: SampleContext) -> None:
         """Begin a step of a sample, or of a task of it."""
         turns.lock.acquire()
-        self._running = sample
+        self.running = sample
         self._look_for_others()
         if self._last is not sample:
             self._seeder(*sample.place(WHOLE if sample.position == BATCH else 0))
@@ -133,7 +146,7 @@ class GeneratorSwitch(Steps):
 
     def end(self, sample: SampleContext, *, is_last: bool) -> None:
         """End it."""
-        self._running = None
+        self.running = None
         now = self._positions()
         if not is_last and (sample.states or now != self._mark):
             sample.states = states_of(self._moved(sample, now))
@@ -165,7 +178,7 @@ class GeneratorSwitch(Steps):
 
     def leave(self) -> SampleContext | None:
         """Have a block begin, in any thread that has the lock. Returns whose step it interrupts."""
-        sample = self._running
+        sample = self.running
         if sample is not None:
             self.end(sample, is_last=False)
         return sample
@@ -191,10 +204,10 @@ class GeneratorSwitch(Steps):
 
     def make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         """Make a task, for the factory of the loop: in a step of a sample, one with draws of its own."""
-        if self._running is None:
+        if self.running is None:
             return asyncio.Task(coroutine, loop=loop, **options)
         sample = current.get()  # that of the task, unless whoever begins it gives it a context of another kind
-        sample = sample.of_task() if sample is self._running else sample
+        sample = sample.of_task() if sample is self.running else sample
         task = asyncio.Task(_run(self, sample, coroutine), loop=loop, **options)
         task.add_done_callback(partial(_close, coroutine))  # it may have been cancelled before its first step
         return task

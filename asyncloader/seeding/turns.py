@@ -19,6 +19,7 @@ import os
 import threading
 from collections.abc import Iterator
 
+from asyncloader.log import log
 from asyncloader.seeding.sample_context import BATCH, SampleContext, current
 from asyncloader.seeding.seeder import BLOCK
 
@@ -30,6 +31,12 @@ _SHARED = (
     'A sample entered a sample_seed() block under seeding="sample", and other samples are made at the same time in the '
     "trainer's process: on threads, or as coroutines without workers. The global random generators are the trainer's "
     "there, and cannot be seeded for one sample. Draw from asyncloader.sample_rng(), or use worker processes."
+)
+_PATIENCE_S = 5.0
+_BLOCKED = (
+    "A sample_seed() block has waited for %g s, on a thread, for the coroutine of its sample to come to an await. Does "
+    "that wait for the thread itself (future.result(), thread.join())? Then both wait for ever: await "
+    "asyncio.to_thread(...) or asyncio.wrap_future(future) instead."
 )
 
 
@@ -95,6 +102,10 @@ def _block(sample: SampleContext) -> Iterator[None]:
     global _holder
     if not sample.seeder.may_seed:
         raise RuntimeError(_SHARED)
+    if lock.acquire(timeout=_PATIENCE_S):
+        lock.release()
+    elif sample.steps.running is sample:
+        log.warning(_BLOCKED, _PATIENCE_S)
     with lock:
         if _holder is sample:  # a block inside a block: the outer one goes on
             yield

@@ -97,6 +97,12 @@ class StatefulDataLoader(DataLoader[T_co]):
             super().load_state_dict(self._waiting)
             self._waiting = None
 
+    def _get_iterator(self) -> Any:
+        iterator = super()._get_iterator()
+        if self.worker_init_fn is not None and self.num_workers:
+            iterator.check_first()  # as torchdata's, `iter` raises what that function raises
+        return iterator
+
     def _make_iterator(self, *, wait_for_start: bool) -> Any:
         self._load_waiting()
         return super()._make_iterator(wait_for_start=wait_for_start)

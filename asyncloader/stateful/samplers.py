@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from asyncloader.protocols import is_stateful
+from asyncloader.protocols import answers_of, is_stateful
 
 _DRAWN_AT_ONCE = 32
 """Indices with replacement, as torchdata draws them."""
@@ -96,7 +96,7 @@ class _Batches(Iterator[list[int]]):
 
     def __next__(self) -> list[int]:
         begun, size = self._begun, self._batches.batch_size
-        begun.extend(islice(self._indices, size - len(begun)))
+        begun.extend(islice(answers_of(self._indices), size - len(begun)))
         if not begun or (len(begun) < size and self._batches.drop_last):
             raise StopIteration
         self._samples += len(begun)

@@ -14,7 +14,9 @@ where workers persist, their streams are read on to the end.
 
 from __future__ import annotations
 
+import copy
 import json
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ from asyncloader.options import Options
 from asyncloader.plain import plain
 from asyncloader.protocols import is_stateful, leaves_out_buffer, probe
 from asyncloader.run.fits import describe
-from asyncloader.run.plan import order_generators
+from asyncloader.run.plan import order_generators, samplers_within
 from asyncloader.run.rng_snapshot import DRAW_FROM_TORCH, KNOWN_SAMPLERS
 from asyncloader.run.state import ALL, LoaderState
 
@@ -36,8 +38,12 @@ _OLD_ORDER = (
     "which is another one."
 )
 _OWN_ORDER = (
-    "The state does not have the generator of %s: the order is drawn from it as it is now, and in the middle of an "
-    "epoch what was done is left out of that. For the same order, seed the generator as at the beginning of the epoch."
+    "The state does not have the generator of %s: the order of its epoch is drawn from it as it is now, and what was "
+    "done is left out of that. For the same order, seed the generator as at the beginning of that epoch."
+)
+_NO_GENERATOR = (
+    "The order is drawn from a generator that is in no state of torchdata, so nobody can know it. Give the sampler a "
+    "generator of its own, seeded as torch's was at the beginning of the epoch; or begin an epoch without the state."
 )
 
 
@@ -146,9 +152,30 @@ def _order(saved: _Saved, options: Options, left_out: int) -> dict[str, Any]:
             is_short = whole is not None and whole["samples_yielded"] < saved.done * (options.batch_size or 1)
             is_at_end = not saved.num_workers or (is_short and not saved.since)
             order |= {"drawn": 0, "passes": [] if is_at_end else [saved.since + 1]}
-    elif type(options.sampler) in DRAW_FROM_TORCH:
-        log.warning(_OWN_ORDER, type(options.sampler).__name__)
+    else:
+        for sampler in samplers_within(options.index_sampler):
+            if type(sampler) in DRAW_FROM_TORCH:
+                order |= _drawn_again(saved, options, rng, sampler)
     return order
+
+
+def _drawn_again(saved: _Saved, options: Options, rng: Any, sampler: Any) -> dict[str, Any]:
+    """Return where the generator of a sampler of torch's was, which is now as at the beginning of the epoch."""
+    name, generator = type(sampler).__name__, sampler.generator
+    if generator is None or generator is torch.default_generator:
+        raise StateMismatchError("generator", "not told", f"the global one, for {name}", _NO_GENERATOR)
+    log.warning(_OWN_ORDER, name)
+    again = copy.copy(sampler)
+    again.generator = after = torch.Generator()
+    after.set_state(generator.get_state())
+    if generator is options.generator:  # a base seed was drawn from it, before the order
+        torch.empty((), dtype=torch.int64).random_(generator=after)
+    elif not saved.is_over:
+        return {}  # as it is when the run begins
+    if saved.is_over:
+        deque(again, maxlen=0)
+    now = rng.text_of(generator, after.get_state())
+    return {"at_next": now, "at_iter": now} if saved.is_over else {"at_next": now}
 
 
 def _generators(saved: _Saved, options: Options, rng: Any, began: torch.Tensor, generator_after: Any) -> dict[str, Any]:
@@ -195,6 +222,9 @@ def _dataset(saved: _Saved, options: Options) -> dict[str, Any]:
         keeps = options.persistent_workers or not options.has_workers
         if not (is_told and keeps and is_stateful(options.dataset)):
             return whole
+        if saved.num_workers and not options.has_workers:
+            advice = "It does not say whether workers persist, and go on with their states of the dataset."
+            raise StateMismatchError("num_workers", saved.num_workers, 0, advice)
         if not (options.is_iterable and options.has_workers):
             snapshots = [_outlasting(each) for each in snapshots]
     elif is_told and not is_stateful(options.dataset) and any(each["dataset"] is not None for each in snapshots):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from math import inf
 from operator import index
 from typing import TypeVar
 
-from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.ordered import count_of
-from asyncloader.streams.stream import Mark, Stream
+from asyncloader.streams.stream import Mark, Stream, function_of
 from asyncloader.streams.window import Windowed
 
 T = TypeVar("T")
@@ -25,9 +24,8 @@ class Bucket(Windowed[list[T]]):
         stream: Gives the samples.
         length: The length of a sample.
         max_tokens: How many tokens a batch has at most, padding included.
-        max_samples: How many samples it has at most.
-        bounds: Lengths that batches are padded to, in ascending order, for programs that are compiled for few shapes. A
-            sample counts as one of the next bound, and a batch has samples of one bound.
+        bounds: Lengths that batches are padded to, for programs that are compiled for few shapes. A sample counts as
+            one of the next bound, and a batch has samples of one bound.
         window: Of how many samples at once a batch is chosen.
 
     Raises:
@@ -48,41 +46,35 @@ class Bucket(Windowed[list[T]]):
         length: Callable[[T], int],
         *,
         max_tokens: int,
-        max_samples: int | None = None,
-        bounds: Sequence[int] = (),
+        bounds: Iterable[int] = (),
         window: int = 1000,
     ) -> None:
         super().__init__(stream, window)
-        if not callable(length):
-            raise ConfigurationError(f"length should be a function of a sample, but is {length!r}")
-        self.length = length
+        self._length = function_of("length", length)
         self.max_tokens: int = count_of("max_tokens", max_tokens)
-        self.max_samples: int | None = None if max_samples is None else count_of("max_samples", max_samples)
-        self.bounds: list[int] = [count_of("a bound", bound) for bound in bounds]
-        if self.bounds != sorted(set(self.bounds)) or max(self.bounds, default=0) > self.max_tokens:
-            raise ConfigurationError(f"bounds should be ascending, up to max_tokens={max_tokens}, but are {bounds}")
+        self.bounds: list[int] = sorted(count_of("a bound", bound) for bound in bounds)
 
-    def cost_of(self, sample: T) -> int:
+    def cost_of(self, sample: T) -> float:
         """Return the length that a sample is laid out with."""
-        length = index(self.length(sample))
-        longest = self.bounds[-1] if self.bounds else self.max_tokens
-        if not 0 <= length <= longest:
+        length = index(self._length(sample))
+        bound = next((bound for bound in self.bounds if bound >= length), inf) if self.bounds else length
+        if length < 0 or bound > self.max_tokens:
             raise ValueError(
-                f"a sample has length {length}, and a batch {longest} at most: give larger max_tokens or bounds, or "
-                "leave such samples out with Filter"
+                f"a sample has length {length}, and is laid out as {bound} tokens of at most {self.max_tokens}: give "
+                "larger max_tokens or bounds, or leave such samples out with Filter"
             )
-        return self.bounds[bisect_left(self.bounds, length)] if self.bounds else length
+        return bound
 
-    def take(self) -> tuple[list[T], Mark]:
-        """Return the sample that has waited longest, and those of the nearest lengths, with their marks."""
+    def take(self) -> tuple[list[T], float, Mark]:
+        """Return the sample that has waited longest, and those of the nearest lengths."""
         self.fill()
         window = self._window
         first = longest = window[next(iter(window))].cost
         chosen: list[int] = []
-        for number in sorted(window, key=lambda number: abs(window[number].cost - first))[: self.max_samples]:
+        for number in sorted(window, key=lambda number: abs(window[number].cost - first)):
             longest = max(longest, window[number].cost)
             if longest * (len(chosen) + 1) > self.max_tokens or (self.bounds and window[number].cost != first):
                 break
             chosen.append(number)
         batch = [window.pop(number) for number in sorted(chosen)]
-        return [each.sample for each in batch], [each.mark for each in batch]
+        return [each.sample for each in batch], 0, tuple(note for each in batch for note in each.mark)

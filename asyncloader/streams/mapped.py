@@ -5,31 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from asyncloader.errors import ConfigurationError
-from asyncloader.streams.stream import Mark, Stream
+from asyncloader.streams.stream import Mark, Stream, asked, function_of, give
 
 T_co = TypeVar("T_co", covariant=True)
 
 
-class _Applied(Stream[T_co]):
-    """A function of each sample. A sample for which it raises counts as given, and the stream goes on behind it."""
-
-    def __init__(self, stream: Stream[Any], fn: Callable[[Any], Any]) -> None:
-        super().__init__(stream)
-        if not callable(fn):
-            raise ConfigurationError(f"fn should be a function of a sample, but is {fn!r}")
-        self.fn = fn
-
-    def _apply(self) -> tuple[Any, Any, Mark]:
-        """Take a sample, and return it, what the function makes of it, and its mark."""
-        sample, mark = self.streams[0].take()
-        try:
-            return sample, self.fn(sample), mark
-        except Exception as error:
-            self.fail(error, mark)
-
-
-class Map(_Applied[T_co]):
+class Map(Stream[T_co]):
     """Stream what a function makes of each sample, in the worker that reads it.
 
     Args:
@@ -43,13 +24,17 @@ class Map(_Applied[T_co]):
         ['0', '1', '2']
     """
 
-    def take(self) -> tuple[T_co, Mark]:
+    def __init__(self, stream: Stream[Any], fn: Callable[[Any], Any]) -> None:
+        super().__init__(stream)
+        self._fn = function_of("fn", fn)
+
+    def take(self) -> tuple[T_co, float, Mark]:
         """Return the next sample."""
-        _, made, mark = self._apply()
-        return made, mark
+        sample, position, mark = self.streams[0].take()
+        return asked(self._fn, sample, mark), position, mark
 
 
-class Filter(_Applied[T_co]):
+class Filter(Map[T_co]):
     """Stream the samples that a function lets through. The others count as given.
 
     Args:
@@ -63,10 +48,10 @@ class Filter(_Applied[T_co]):
         [1, 3, 5]
     """
 
-    def take(self) -> tuple[T_co, Mark]:
+    def take(self) -> tuple[T_co, float, Mark]:
         """Return the next sample that is wanted."""
         while True:
-            sample, is_wanted, mark = self._apply()
-            if is_wanted:
-                return sample, mark
-            self.give(mark)
+            sample, position, mark = self.streams[0].take()
+            if asked(self._fn, sample, mark):
+                return sample, position, mark
+            give(mark)

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncloader.errors import ConfigurationError
+from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.messages.snapshot import WorkerStart, as_plain
 from asyncloader.run.state import LoaderState
-from asyncloader.streams.stream import NOTHING, VERSION, State
+from asyncloader.streams.stream import State, nothing_of, side_by_side
 
 
 def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one state of those of all ranks: of loaders around a stream, or of streams without a loader.
 
     Any number of ranks can load it, each with any number of workers: all samples of the epoch that no rank had given
-    are given once. What else is in the state of a loader, such as its random generators, is that of the first rank.
+    are given once. What else is in the state of a loader, such as its random generators, is that of the first rank in
+    the middle of the epoch.
 
     Args:
-        states: One state of each rank, in the order of ranks, of the same moment. A rank that has ended the epoch has
-            given all of its shards; one that has not begun it has given nothing.
+        states: One state of each rank, in the order of ranks, of the same moment. A rank that has ended the epoch, or
+            is to begin the next one, has given all of its shards; one that has not begun it has given nothing.
 
     Raises:
-        ConfigurationError: if these are no states of streams; or if some ranks have ended an epoch that no other one
-            has begun.
-        StateMismatchError: while it is loaded, if the state of a rank is missing, or they are of several epochs.
+        ConfigurationError: if these are no states of streams.
+        StateMismatchError: here, or while it is loaded, if a rank's state is missing, or they are of several epochs.
 
     Example:
         >>> from asyncloader.streams import ShardedStream
@@ -42,38 +41,58 @@ def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     if not states:
         raise ConfigurationError("states of all ranks should be given, and there are none")
-    if all("parts" in state or "all" in state for state in states):
-        return {"version": VERSION, "all": copy.deepcopy([[state] for state in states])}
+    if all("parts" in state for state in states):
+        return _of_ranks(states)
     loaders = [LoaderState.from_dict(state) for state in states]
-    running = next((loader for loader in loaders if not loader.is_between_runs), None)
-    ranks = [*map(_states_within, loaders)]
-    if running is None:
-        if len({loader.finished for loader in loaders}) > 1:
-            raise ConfigurationError(
-                "some ranks have ended their epoch, and the others have not begun theirs: merge states of a moment in "
-                "which a rank is in the middle of it"
-            )
-        return loaders[0].as_dict()
-    snapshot = {"dataset": {"version": VERSION, "all": ranks}, "iterator": None, "ended": False}
-    return replace(running, workers=as_plain({0: WorkerStart(0, snapshot)}), next_worker=0).as_dict()
+    ranks = [*map(_state_within, loaders)]
+    # A loader in the middle of the epoch, if there is one; otherwise one that has not begun it.
+    order = [(state["epoch"], ended, each.is_between_runs) for (state, ended), each in zip(ranks, loaders, strict=True)]
+    first = min(order)
+    epochs = [epoch for epoch, *_ in order]
+    if first[1] and len({*epochs}) > 1:  # a state of its run cannot be one of the next epoch
+        advice = (
+            "A rank is at the last batch of an epoch, and another one has ended the next: merge states of one epoch."
+        )
+        raise StateMismatchError("epoch", epochs, first[0], advice)
+    snapshot = {"dataset": _of_ranks([state for state, _ in ranks]), "iterator": None, "ended": first[1]}
+    workers = as_plain({0: WorkerStart(0, snapshot)})
+    return replace(loaders[order.index(first)], workers=workers, next_worker=0).as_dict()
 
 
-def _states_within(loader: LoaderState) -> list[State]:
-    """Return the states of the stream in all workers of a rank."""
-    epoch = loader.dataset_epochs[0] if loader.dataset_epochs else None
-    untold: State = {"version": VERSION, "epoch": epoch, "ended": loader.finished, **NOTHING}
-    if loader.is_between_runs:
-        return [untold]
-    starts = (loader.starts or {}).values()
+def _of_ranks(states: Sequence[State]) -> State:
+    """Return one state of those of all ranks, in the earliest epoch that one of them is in.
+
+    A rank that is at the beginning of the next one has given all of its shards.
+    """
+    epochs = [state["epoch"] for state in states]
+    merged = side_by_side([state for state in states if state["epoch"] == min(epochs)], 0)
+    over = [*merged["over"]]
+    for rank, state in enumerate(states):
+        if state["place"][:1] not in ([], here := [[rank, len(states)]]):
+            advice = "merge is to be given one state of each rank, in the order of ranks."
+            raise StateMismatchError("[number, count] of ranks", state["place"], here, advice)
+        if state["epoch"] > merged["epoch"]:
+            if state["parts"] or state["epoch"] > merged["epoch"] + 1:
+                advice = "States of one epoch can be merged: some ranks may have ended it, and none begun the next."
+                raise StateMismatchError("epoch", epochs, merged["epoch"], advice)
+            over.append([rank, len(states)])
+    return {**merged, "over": over}
+
+
+def _state_within(loader: LoaderState) -> tuple[State, bool]:
+    """Return one state of those of all workers of a rank; and whether its run is at the end, which is over by that."""
+    epochs, starts = loader.next_epochs or loader.dataset_epochs, (loader.starts or {}).values()
     if any(start.batches or start.ahead for start in starts):
         raise ConfigurationError(
             "a worker has made batches since it gave the state of its stream: nobody knows which samples were in them. "
             "Give the loader snapshot_every_n_steps=1"
         )
     taken = [start.snapshot["dataset"] for start in starts if start.snapshot is not None]
-    if (
-        not all(isinstance(each, dict) and ("parts" in each or "all" in each) for each in taken)
-        or loader.starts is None
-    ):
+    is_stream = all(isinstance(each, dict) and "parts" in each for each in taken)
+    if not is_stream or not epochs or epochs[-1] is None:
         raise ConfigurationError("these states are of loaders whose datasets are no streams of asyncloader.streams")
-    return taken or [untold]
+    epoch = epochs[-1]
+    if not loader.next_epochs and taken and all(start.snapshot and start.snapshot["ended"] for start in starts):
+        return nothing_of(epoch + 1), True
+    of_epoch = [each for each in taken if each["epoch"] == epoch]  # another may have been set since
+    return side_by_side(of_epoch or [nothing_of(epoch)], 1), False

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from operator import gt, index
+from math import prod
+from operator import gt, index, le, length_hint, mul, sub
 from typing import Any, Literal
-
-import numpy as np
 
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.ordered import count_of
 from asyncloader.samplers.pack_collate import Block
-from asyncloader.streams.stream import Mark, Reading, Stream, source_of
+from asyncloader.streams.stream import Mark, Reading, Stream, asked, function_of
 from asyncloader.streams.window import Waiting, Windowed
 
 TooLong = Literal["raise", "drop", "cut"]
+_MOST_MISSES = 128
+"""A block is full when so many samples did not fit: under several budgets, more of them fill a block by 0.3 % more."""
+
+
+def _slice(sample: Any, start: int, stop: int) -> Any:
+    """Return a part of a row of tokens, or of all rows of a dictionary that are as long as its "input_ids"."""
+    if not isinstance(sample, Mapping):
+        return sample[start:stop]
+    length = len(sample["input_ids"])
+    is_row = {name: length_hint(row, -1) == length and not isinstance(row, str) for name, row in sample.items()}
+    return {name: row[start:stop] if is_row[name] else row for name, row in sample.items()}
 
 
 class Pack(Windowed[Block]):
     """Stream blocks of samples that fit together, filled as well as a window of samples allows.
 
-    A block begins with the samples that have waited longest, for up to half of it. Then, again and again, that one
-    of the window is added which takes most of what is left: of all budgets together, each weighted by its room ("dot
-    product" packing; under one budget that is the longest sample that fits). Nothing is lost at the end of an epoch.
+    A block begins with the samples that have waited longest, for up to half of it. Then, again and again, the longest
+    one of the window is added that fits; under several budgets that is the one that takes most of all of them together.
+    Nothing is lost at the end of an epoch.
 
     A block is a list of samples. :func:`~asyncloader.samplers.pack_collate` lays blocks out as tensors: tokens,
     position ids, document ids, `cu_seqlens`.
@@ -39,7 +49,7 @@ class Pack(Windowed[Block]):
         split: Under one budget: fill each block to its end, by samples in their order. The last one is cut, and its
             rest begins the next block.
         cut: ``cut(sample, start, stop)`` returns a part of a sample, in units of the budget. By default that is a
-            slice, or of a dictionary the slices of all rows that are as long as the sample.
+            slice, or of a dictionary the slices of all rows that are as long as its "input_ids".
 
     Raises:
         ConfigurationError: for what cannot work.
@@ -53,11 +63,6 @@ class Pack(Windowed[Block]):
         [['aaaa', 'd'], ['bbb', 'cc'], ['eeeee']]
     """
 
-    budgets: dict[str, int]
-    lengths: Callable[[Any], Mapping[str, int] | int]
-    split: bool
-    cut: Callable[[Any, int, int], Any]
-
     def __init__(
         self,
         stream: Stream[Any],
@@ -67,186 +72,116 @@ class Pack(Windowed[Block]):
         window: int = 1000,
         too_long: TooLong = "raise",
         split: bool = False,
-        cut: Callable[[Any, int, int], Any] | None = None,
+        cut: Callable[[Any, int, int], Any] = _slice,
     ) -> None:
         super().__init__(stream, window)
         if not isinstance(budgets, Mapping) or not budgets:
             raise ConfigurationError(f'budgets should be numbers by name, as in {{"tokens": 8192}}, but is {budgets!r}')
-        self.budgets = {name: count_of(f"the budget {name!r}", budget) for name, budget in budgets.items()}
-        if not callable(lengths):
-            raise ConfigurationError(f"lengths should be a function of a sample, but is {lengths!r}")
+        self.budgets: dict[str, int] = {
+            name: count_of(f"the budget {name!r}", budget) for name, budget in budgets.items()
+        }
         one_of("too_long", too_long, TooLong)
-        self._cuts = split or too_long == "cut"
-        if self._cuts and len(self.budgets) > 1:
+        self._may_cut = split or too_long == "cut"
+        if self._may_cut and len(self.budgets) > 1:
             raise ConfigurationError(f"samples can be cut under one budget, and there are {[*self.budgets]}")
-        self.lengths, self.too_long, self.split = lengths, too_long, split
-        self.cut = _slice if cut is None else cut
-        self._capacity = [*self.budgets.values()]
+        self._lengths, self.too_long = function_of("lengths", lengths), too_long
+        self.split: bool = split
+        self._cut = cut
+        # A sample costs one budget more, of which the others are equal shares: that is its size.
+        most = prod(self.budgets.values())
+        self._weights = [most // each for each in self.budgets.values()]
+        self._capacity = [most * len(self.budgets), *self.budgets.values()]
 
     # -------------------------------------------------------------------------------------------------------- reading
 
-    def begin(self, reading: Reading, state: Any) -> None:
+    def begin(self, reading: Reading, states: Sequence[Any]) -> None:
         """Begin to read."""
-        super().begin(reading, state)
-        # How much was given of samples that were given in part.
-        self._cut_at: dict[Any, int] = (
-            {} if state is None else {(tuple(path), *place): start for path, *place, start in state}
-        )
-        self._by_cost: list[tuple[int, int]] = []  # costs in the window, and their numbers below 0
-        self._costs = [np.empty(0, np.int64)] * len(self.budgets)  # those in the window that were looked at, by budget
-        self._is_sorted = len(self.budgets) == 1 and not self.split
+        super().begin(reading, states)
+        self._by_size: list[tuple[int, int]] = []  # sizes of those in the window, and their numbers below 0
 
-    def cost_of(self, sample: Any) -> list[int]:
-        """Return what a sample takes of each budget."""
-        found = self.lengths(sample)
+    def cost_of(self, sample: Any) -> list[int] | None:
+        """Return the size of a sample, and what it takes of each budget; None if it is too long, and to be dropped."""
+        found = self._lengths(sample)
         costs = [found[name] for name in self.budgets] if isinstance(found, Mapping) else [found]
         costs = [*map(index, costs)]
         if len(costs) != len(self.budgets) or min(costs) < 0:
             raise ValueError(f"lengths should return a number of 0 or more for each of {[*self.budgets]}, not {found}")
-        if not self._cuts and any(map(gt, costs, self._capacity)):
-            raise _TooLongError(
+        if not self._may_cut and any(map(gt, costs, self.budgets.values())):
+            if self.too_long == "drop":
+                return None
+            raise ValueError(
                 f"a sample takes {dict(zip(self.budgets, costs, strict=True))}, and a block holds {self.budgets}: give "
                 'larger budgets, or too_long="drop", or "cut" under one budget'
             )
-        return costs
+        return [sum(map(mul, costs, self._weights)), *costs]
 
-    def refuse(self, error: Exception, mark: Mark) -> None:
-        """Raise the error of a sample, unless it is to be dropped."""
-        if self.too_long == "drop" and isinstance(error, _TooLongError):
-            self.streams[0].give(mark)
-        else:
-            super().refuse(error, mark)
+    def put(self, number: int, waiting: Waiting) -> None:
+        """Put a sample into the window, or what is left of it."""
+        shard, place = waiting.mark[0]
+        if not waiting.start and (start := shard.cut.get(place, 0)):  # a part was given before this reading
+            waiting = waiting._replace(cost=[cost - start for cost in waiting.cost], start=start)
+        super().put(number, waiting)
+        insort(self._by_size, (waiting.cost[0], -number))
 
-    def add(self, waiting: Waiting) -> None:
-        """Put a sample into the window, or the rest of one that was given in part."""
-        if self._cut_at:
-            waiting = waiting._replace(start=self._cut_at.get(source_of(waiting.mark), 0))
-        self._put(self._count, waiting)
-        self._count += 1
-
-    def _put(self, number: int, waiting: Waiting) -> None:
-        self._window[number] = waiting
-        if self._is_sorted:
-            insort(self._by_cost, (waiting.cost[0] - waiting.start, -number))
-
-    def take(self) -> tuple[Block, Mark]:
-        """Return a block, and for each of its samples where it was cut, and the mark."""
+    def take(self) -> tuple[Block, float, Mark]:
+        """Return a block. A sample that is cut begins the next one: it is the oldest one of the window."""
         self.fill()
-        chosen = self._longest() if self._is_sorted else self._in_order() if self.split else self._fitting()
-        block, marks, room, window = Block(), [], self._capacity[0], self._window
+        window, by_size, room = self._window, [*self._by_size], self._capacity[0]
+        block, notes, rests = Block(), list[Any](), dict[int, Waiting]()
+        chosen = sorted(self._choose(by_size))
         for number in chosen:
-            sample, mark, costs, start = window[number]
-            stop = min(costs[0], start + room)
-            room -= stop - start
-            block.append(sample if stop - start == costs[0] else self._part(number, start, stop))
-            marks.append((None if stop == costs[0] else stop, mark))
-        for number, (cut_at, _) in zip(chosen, marks, strict=True):
-            if cut_at is None:
-                del window[number]
+            each = window[number]
+            taken = min(each.cost[0], room)
+            stop, is_rest = each.start + taken, taken == each.cost[0]
+            block.append(each.sample if is_rest and not each.start else self._part(number, stop))
+            if is_rest:
+                notes += each.mark
             else:
-                self._put(number, window[number]._replace(start=cut_at))
-        return block, marks
-
-    def _part(self, number: int, start: int, stop: int) -> Any:
-        """Return a part of a sample in the window. If it cannot be cut, the sample counts as given."""
-        try:
-            return self.cut(self._window[number].sample, start, stop)
-        except Exception as error:
-            bad = self._window.pop(number)
-            self._by_cost = sorted((each.cost[0] - each.start, -number) for number, each in self._window.items())
-            self.fail(error, [(None, bad.mark)])
-
-    def _in_order(self) -> list[int]:
-        """Return the first samples of the window that fill a block, of which the last one may be cut."""
-        room, chosen = self._capacity[0], []
-        for number, each in self._window.items():
-            if room <= 0:
-                break
-            room -= each.cost[0] - each.start
-            chosen.append(number)
-        return chosen
-
-    def _oldest(self) -> list[int]:
-        """Return the samples that have waited longest, up to half of a block; the first one in any case.
-
-        Otherwise short ones would wait for a thousand blocks, and a state has all that was given meanwhile.
-        """
-        used, chosen = [0] * len(self._capacity), list[int]()
-        for number, each in self._window.items():
-            used = [own + cost - each.start for own, cost in zip(used, each.cost, strict=True)]
-            if chosen and any(2 * own > most for own, most in zip(used, self._capacity, strict=True)):
-                break
-            chosen.append(number)
-        return chosen
-
-    def _longest(self) -> list[int]:
-        """Return the oldest samples, and again and again the longest one that fits; under one budget."""
-        by_cost, room, chosen = self._by_cost, self._capacity[0], self._oldest()
+                shard, place = each.mark[0]
+                notes.append((shard, (place, stop)))
+                rests[number] = each._replace(cost=[cost - taken for cost in each.cost], start=stop)
+            room -= taken
         for number in chosen:
-            each = self._window[number]
-            cost, _ = by_cost.pop(bisect_left(by_cost, (each.cost[0] - each.start, -number)))
-            room -= cost
-        while (place := bisect_left(by_cost, (room, 1)) - 1) >= 0:
-            cost, number = by_cost.pop(place)
-            chosen.append(-number)
-            room -= cost
-        return sorted(chosen)
+            if number not in rests:  # which keeps its place
+                del window[number]
+        self._by_size = by_size
+        for number, rest in rests.items():
+            self.put(number, rest)
+        return block, 0, tuple(notes)
 
-    def _fitting(self) -> list[int]:
-        """Return the oldest samples, and again and again the one that fits best; under several budgets."""
-        numbers = [*self._window]
-        new = [self._window[number].cost for number in numbers[len(self._costs[0]) :]]
-        costs = self._costs = [np.append(own, [each[b] for each in new]) for b, own in enumerate(self._costs)]
-        chosen = [*range(len(self._oldest()))]
-        room = [most - int(own[chosen].sum()) for most, own in zip(self._capacity, costs, strict=True)]
-        places = np.arange(len(numbers))
-        is_left = places >= len(chosen)
-        while True:
-            for own, left in zip(costs, room, strict=True):
-                is_left &= own <= left
-            places, costs = places[is_left], [own[is_left] for own in costs]  # nothing that is too large now fits later
-            if not len(places):
-                self._costs = [np.delete(own, chosen) for own in self._costs]
-                return sorted(numbers[place] for place in chosen)
-            scores = [own * (left / most**2) for own, left, most in zip(costs, room, self._capacity, strict=True)]
-            best = int(sum(scores[1:], scores[0]).argmax())
-            chosen.append(int(places[best]))
-            room = [left - int(own[best]) for left, own in zip(room, costs, strict=True)]
-            is_left = np.arange(len(places)) != best
+    def _choose(self, by_size: list[tuple[int, int]]) -> list[int]:
+        """Take the samples of a block out of the order of sizes, and return their numbers.
 
-    # --------------------------------------------------------------------------------------------------------- states
+        First those that have waited longest, up to half of a block: otherwise short ones would wait for a thousand
+        blocks, and a state has all that was given meanwhile.
+        """
+        window, room, chosen = self._window, self._capacity, list[int]()
+        for number, each in window.items():
+            size = each.cost[0]
+            would_fill = 2 * (room[0] - size) < self._capacity[0] or any(map(gt, each.cost, room))
+            if chosen and (room[0] <= 0 if self.split else would_fill):
+                break
+            del by_size[bisect_left(by_size, (size, -number))]
+            chosen.append(number)
+            room = [*map(sub, room, each.cost)]
+        at, misses = 0 if self.split else len(by_size), 0
+        while misses < _MOST_MISSES and (at := bisect_left(by_size, (room[0], 1), 0, at) - 1) >= 0:
+            _, number = by_size[at]
+            cost = window[-number].cost
+            if all(map(le, cost, room)):
+                del by_size[at]
+                chosen.append(-number)
+                room = [*map(sub, room, cost)]
+            else:
+                misses += 1
+        return chosen
 
-    def give(self, mark: Mark) -> None:
-        """Note that a block was given."""
-        for cut_at, each in mark:
-            if cut_at is not None:
-                self._cut_at[source_of(each)] = cut_at
-                continue
-            if self._cut_at:
-                self._cut_at.pop(source_of(each), None)
-            self.streams[0].give(each)
-
-    def state(self) -> list[Any]:
-        """Return how much was given of samples that were given in part."""
-        return [[[*path], *place, start] for (path, *place), start in self._cut_at.items()]
-
-    def merged(self, states: Sequence[Any]) -> list[Any]:
-        """Return what any of several readers has given."""
-        begun: dict[Any, int] = {}
-        for path, *place, start in (each for state in states for each in state):
-            key = (tuple(path), *place)
-            begun[key] = max(start, begun.get(key, 0))
-        return [[[*path], *place, start] for (path, *place), start in begun.items()]
-
-
-class _TooLongError(ValueError):
-    """A sample exceeds a budget."""
-
-
-def _slice(sample: Any, start: int, stop: int) -> Any:
-    """Return a part of a row, or of each row of a dictionary that is as long as its longest one."""
-    if not isinstance(sample, Mapping):
-        return sample[start:stop]
-    lengths = {name: len(row) for name, row in sample.items() if hasattr(row, "__len__") and not isinstance(row, str)}
-    length = len(sample["input_ids"]) if "input_ids" in lengths else max(lengths.values(), default=0)
-    return {name: row[start:stop] if lengths.get(name) == length else row for name, row in sample.items()}
+    def _part(self, number: int, stop: int) -> Any:
+        """Return a part of a sample in the window. If it cannot be cut, the sample counts as given."""
+        each = self._window[number]
+        try:
+            return asked(lambda sample: self._cut(sample, each.start, stop), each.sample, each.mark)
+        except Exception:
+            del self._window[number]
+            self._by_size.remove((each.cost[0], -number))
+            raise

@@ -7,16 +7,12 @@ line that is bad is given as the error that it costs; a file that is cut short r
 from __future__ import annotations
 
 import gzip
-import importlib
 import io
 import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import islice
 from os import PathLike, fspath
 from typing import Any
-
-from asyncloader.errors import ConfigurationError
 
 Path = str | PathLike[str]
 
@@ -83,12 +79,8 @@ def _lines(path: Path, start: int, parse: Callable[[bytes], Any]) -> Iterator[An
 
 def _open(path: str) -> Any:
     """Open a file to be read as bytes, decompressed."""
-    if path.endswith(".gz"):
-        return gzip.open(path)
-    if not path.endswith(".zst"):
-        return open(path, "rb")
-    with suppress(ImportError):
-        return importlib.import_module("compression.zstd").open(path)  # came with Python 3.14
-    with suppress(ImportError):  # zstandard takes a file that is cut short for a whole one
-        return io.BufferedReader(importlib.import_module("pyarrow").input_stream(path, compression="zstd"))
-    raise ConfigurationError(f"to read {path}, install pyarrow, or use Python 3.14")
+    if path.endswith(".zst"):
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))  # raises if the file is cut short
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")

@@ -1,44 +1,92 @@
 """ShardedStream: the samples of shards, dealt to ranks and workers; and which of them were given.
 
     shards of an epoch, shuffled    s7 s2 s9 s0 s4 s1 ...
-    dealt to 2 ranks of 2 workers    0  1  0  1  0  1        rank
-                                     0  0  1  1  0  0        worker
+    dealt to 2 ranks                 0  1  0  1  0  1
+    and to 2 workers of each         0  0  1  1  0  0
 
-What is given of a shard is known to all who have read it. A state of all workers and ranks is what any of them has
-given; whatever is left of it can be dealt anew, to other numbers. So a state says, with a bit for each shard, which of
-them nothing was left of
+Whose a shard is follows from its place in the order of the epoch, whatever was given. A state says with a bit for each
+shard which of them are done, and which samples were given of the few that are underway. So a state of all workers and
+ranks is what any of them has given, and any others leave that out.
 
-    begun   when shards were dealt to ranks: the same on all of them
-    dealt   when those of this rank were dealt to its workers
-    done    now
-
-and which samples were given of the few that are underway.
+Samples have positions: those of a shard follow those of the shard that was read before it. A run that goes on gives
+them the same ones.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import reprlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.samplers.ordered import place_in_group
-from asyncloader.streams.given import Given
-from asyncloader.streams.stream import Mark, Reading, State, Stream, noted
+from asyncloader.streams.stream import Mark, Reading, State, Stream, function_of
 
 T_co = TypeVar("T_co", covariant=True)
 
-_END: Any = object()
-_short = reprlib.Repr()
-_short.maxother = _short.maxstring = 300
-_ANEW: State = {"begun": "", "dealt": "", "done": "", "given": []}
-"""Of a state: nothing was given."""
+
+@dataclass(slots=True)
+class _Shard:
+    """What was given of a shard: all samples below a number, a few beyond it, and parts of others.
+
+        0 1 2 3 4 5 6 7 8 9 ...
+        x x x x . x . . x .          low = 4, beyond = {5, 8}
+
+    Attributes:
+        number: Its number.
+        name: What tells `read` which one it is.
+        first: The position of its first sample among all that are read; -1 before it is known.
+        low: All below this one were given.
+        beyond: Of those above it, these.
+        cut: How much was given of samples that were given in part.
+        end: How many there are; -1 as long as nobody knows.
+    """
+
+    number: int
+    name: Any
+    first: int = -1
+    low: int = 0
+    beyond: set[int] = field(default_factory=set)
+    cut: dict[int, int] = field(default_factory=dict)
+    end: int = -1
+
+    def update(self, first: int, low: int, beyond: Iterable[int], cut: Iterable[tuple[int, int]]) -> None:
+        """Add what a reader has given, to whom the first sample had this position."""
+        for number, stop in cut:
+            self.cut[number] = max(stop, self.cut.get(number, 0))
+        beyond = self.beyond.union(beyond)
+        self.first, self.low, self.beyond = first, max(self.low, low), set()
+        for number in beyond:
+            self.give(number)
+
+    def give(self, number: int | tuple[int, int]) -> None:
+        """Note that a sample was given; or of a pair, how much of one. May be called again with the same.
+
+        Also by the handler of a signal that has come between any two lines of this, and takes a state: so each line
+        looks at what it changes, and nothing is forgotten before it is noted elsewhere.
+        """
+        if isinstance(number, tuple):
+            number, stop = number
+            self.cut[number] = stop
+            return
+        self.low += number == self.low
+        if number > self.low:
+            self.beyond.add(number)
+        while (low := self.low) in self.beyond:
+            self.low += low == self.low
+            self.beyond.discard(low)
+        if self.cut:
+            self.cut.pop(number, None)
+
+    def noted(self, error: Exception, how: str, number: int) -> Exception:
+        """Return an error with a note that names a sample. One that looks like the end of a stream becomes another."""
+        if isinstance(error, StopIteration):
+            error = RuntimeError(f"{type(error).__name__} was raised")
+        error.add_note(f"Raised {how} sample {number} of shard {self.number}, {self.name!r:.300}.")
+        return error
 
 
 class ShardedStream(Stream[T_co]):
@@ -67,18 +115,11 @@ class ShardedStream(Stream[T_co]):
     Example:
         >>> stream = ShardedStream(["ab", "cd"], lambda shard, start: shard[start:], shuffle=False)
         >>> samples = iter(stream)
-        >>> next(samples), stream.state_dict()["parts"]["own"]["given"]
-        ('a', [[0, 1]])
+        >>> next(samples), stream.state_dict()["parts"][0][1]["given"]
+        ('a', [[0, 0, 1, [], []]])
         >>> [*samples]
         ['b', 'c', 'd']
     """
-
-    shards: Sequence[Any]
-    read: Callable[[Any, int], Iterable[T_co | Exception]]
-    num_replicas: int
-    rank: int
-    shuffle: bool
-    seed: int
 
     def __init__(
         self,
@@ -93,124 +134,82 @@ class ShardedStream(Stream[T_co]):
         super().__init__()
         if isinstance(shards, (str, bytes)) or not isinstance(shards, Sequence):
             raise ConfigurationError(f"shards should be a list of what `read` is given, but is {shards!r}")
-        if not callable(read):
-            raise ConfigurationError(f"read should be a function of a shard and a number, but is {read!r}")
-        self.shards, self.read = shards, read
+        self.shards: Sequence[Any] = shards
+        self._read = function_of("read", read)
         self.num_replicas, self.rank = place_in_group(num_replicas, rank)
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle: bool = shuffle
+        self.seed: int = seed
         self._names = [len(shards), _checksum(shards)]
 
     # -------------------------------------------------------------------------------------------------------- reading
 
-    def begin(self, reading: Reading, state: State | None) -> None:
-        """Deal the shards that are left, and begin to read."""
-        if state is not None:
-            self._check_names(state)
-        state = state or _ANEW
-        self._given = {number: Given(*own) for number, *own in state["given"]}  # of the shards that are underway
-        begun, dealt, self._done = (self._marked(state[key]) for key in ("begun", "dealt", "done"))
-        if reading.is_of_workers:
-            dealt = self._done
-        if reading.is_of_ranks:
-            begun = self._done
-        self._before = {"begun": _text(begun), "dealt": _text(dealt)}
-        numbers = np.flatnonzero(~begun).tolist()
+    def begin(self, reading: Reading, states: Sequence[State]) -> None:
+        """Deal the shards, and begin to read those that are left."""
+        self._done, self._next = 0, 0  # a bit for each shard; the position of the first sample of the next one
+        self._given: dict[int, _Shard] = {}  # shards that are underway
+        is_one = len(states) == 1  # otherwise each reader had positions of its own
+        for state in states:
+            if state["shards"] != self._names:
+                raise StateMismatchError("[number of shards, checksum]", state["shards"], self._names)
+            self._done |= int(state["done"], 16)
+            self._next = state["next"] if is_one else 0
+            for number, first, *own in state["given"]:
+                self._shard(number).update(first if is_one else -1, *own)
+        order = [*range(len(self.shards))]
         if self.shuffle:
-            random.Random(f"{self.seed} {reading.epoch}").shuffle(numbers)
-        of_rank = [number for number in numbers[reading.rank :: reading.num_replicas] if not dealt[number]]
-        mine = of_rank[reading.worker :: reading.num_workers]
-        self._left = [number for number in reversed(mine) if not self._done[number]]
-        self._path = reading.path
-        self._reader: Iterator[Any] | None = None
-        self._index, self._skipped = 0, frozenset[int]()  # of the next sample; of samples that were given before
+            random.Random(f"{self.seed} {reading.epoch}").shuffle(order)
+        for rank, num_replicas in reading.over:
+            self._done |= sum(1 << number for number in order[rank::num_replicas])
+        mine = order[reading.rank :: reading.num_replicas][reading.worker :: reading.num_workers]
+        self._reader = self._samples([number for number in mine if not self._done >> number & 1])
 
-    def take(self) -> tuple[T_co, Mark]:
+    def _shard(self, number: int) -> _Shard:
+        return self._given.setdefault(number, _Shard(number, self.shards[number]))
+
+    def take(self) -> tuple[T_co, float, Mark]:
         """Return the next sample that was not given."""
-        while True:
-            reader = self._open() if self._reader is None else self._reader
-            index = self._index
+        found = next(self._reader)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _samples(self, numbers: Sequence[int]) -> Iterator[tuple[T_co, float, Mark] | Exception]:
+        """Yield what is left of shards; an error in place of a sample, or of the rest of a shard."""
+        for number in numbers:
+            self._set_done_aside()
+            shard = self._shard(number)
+            shard.first = first = self._next if shard.first < 0 else shard.first
+            index, end, skipped = shard.low, -1, frozenset(shard.beyond)
             try:
-                sample = next(reader, _END)
+                for sample in self._read(shard.name, index):
+                    at, index = index, index + 1
+                    if at in skipped:
+                        continue
+                    if isinstance(sample, Exception):
+                        shard.give(at)
+                        yield shard.noted(sample, "in place of", at)
+                    else:
+                        yield sample, first + at, ((shard, at),)
+                end = index
             except Exception as error:
-                self._reader = None
-                raise self._noted(error, f"at sample {index}, and the rest is left out, of") from error.__cause__
-            if sample is _END:
-                self._reader, self._given[self._number].end = None, index
-                self._look_whether_done(self._number)
-                continue
-            self._index = index + 1
-            if index in self._skipped:
-                continue
-            mark = self._path, self._number, index
-            if isinstance(sample, Exception):
-                self.give(mark)
-                raise self._noted(sample, f"in place of sample {index} of")
-            return sample, mark
+                yield shard.noted(error, "and the rest of the shard left out, at", index)
+            self._next = max(self._next, first + index)
+            shard.end = end  # last: a state has no position of a shard that is done
 
-    def _open(self) -> Iterator[Any]:
-        if not self._left:
-            raise StopIteration
-        self._number = number = self._left.pop()
-        given = self._given.setdefault(number, Given())
-        self._index, self._skipped = given.low, frozenset(given.beyond)
-        try:
-            self._reader = reader = iter(self.read(self.shards[number], given.low))
-            return reader
-        except Exception as error:
-            raise self._noted(error, f"at sample {given.low}, and the rest is left out, of") from error.__cause__
-
-    def _noted(self, error: Exception, place: str) -> Exception:
-        return noted(error, f"{place} shard {self._number}, {_short.repr(self.shards[self._number])}")
-
-    def give(self, mark: Mark) -> None:
-        """Note that a sample was given."""
-        _, number, index = mark
-        given = self._given[number]
-        given.add(index)
-        if given.end >= 0:
-            self._look_whether_done(number)
-
-    def _look_whether_done(self, number: int) -> None:
-        if self._given[number].low >= self._given[number].end:
-            self._done[number] = True
-            del self._given[number]
-
-    def finish(self) -> None:
-        """Note that all shards of this reading were given."""
-        self._done[self._left] = True
-
-    # --------------------------------------------------------------------------------------------------------- states
+    def _set_done_aside(self) -> None:
+        for number, shard in [*self._given.items()]:
+            if shard.low == shard.end or self._done >> number & 1:
+                self._done |= 1 << number
+                self._given.pop(number, None)
 
     def state(self) -> State:
-        """Return which shards are done, what was given of those that are underway, and what was before this reading."""
-        given = [[number, *given.state()] for number, given in self._given.items()]
-        return {"shards": self._names, **self._before, "done": _text(self._done), "given": given}
-
-    def merged(self, states: Sequence[State]) -> State:
-        """Return what was given by any of several readers."""
-        given: dict[int, Given] = {}
-        done = self._marked("")
-        for state in states:
-            self._check_names(state)
-            done |= self._marked(state["done"])
-            for number, *own in state["given"]:
-                given.setdefault(number, Given()).update(*own)
-        left = [[number, *own.state()] for number, own in given.items() if not done[number]]
-        return {**states[0], "done": _text(done), "given": left}
-
-    def _check_names(self, state: State) -> None:
-        if state["shards"] != self._names:
-            raise StateMismatchError("[number of shards, checksum]", state["shards"], self._names)
-
-    def _marked(self, text: str) -> NDArray[np.bool_]:
-        """Return for each shard whether its bit is set."""
-        bits = bytes.fromhex(text).ljust(len(self.shards) // 8 + 1, b"\0")
-        return np.unpackbits(np.frombuffer(bits, np.uint8), count=len(self.shards)).astype(np.bool_)
-
-
-def _text(marked: NDArray[np.bool_]) -> str:
-    """Return a bit for each shard, in hexadecimal digits, without zeros at the end."""
-    return np.packbits(marked).tobytes().rstrip(b"\0").hex()
+        """Return which shards are done, and what was given of those that are underway."""
+        self._set_done_aside()
+        given = [
+            [own.number, own.first, own.low, sorted(own.beyond), [[*each] for each in own.cut.items()]]
+            for own in self._given.values()
+        ]
+        return {"shards": self._names, "done": f"{self._done:x}", "given": given, "next": self._next}
 
 
 def _checksum(shards: Sequence[Any]) -> int | None:

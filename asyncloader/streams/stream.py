@@ -1,19 +1,22 @@
 """What all streams have in common: readings, states of what was given, epochs.
 
     part.take() ── asks the part within ──> part.take() ── ... ──> a shard is read
-         └─> (sample, mark)                                            │
-    part.give(mark) ── tells the part within ──> part.give(mark) ──> the shard's record of what was given
+         └─> (sample, position, mark)
+    give(mark) ── the shard's record of what was given; the turns of a Mix
 
-A chain of parts gives samples, and each sample has a mark, by which every part on its way knows it again. Samples wait
-in buffers: to be shuffled, packed, put into batches of like lengths. Only when a sample leaves the outermost part is it
-*given*, and its mark goes down the same way. A state has what was given, and no buffer: what waited is read again.
+A chain of parts gives samples, and each sample has a mark: notes for those parts that keep a record of what was given.
+Samples wait in buffers: to be shuffled, packed, put into batches of like lengths. Only when a sample leaves the
+outermost part is it *given*, and each part gets its notes back. A state has these records, and no buffer: what waited
+is read again.
 
 So that a run that goes on gives the same samples in the same order, each part keeps one rule: what is left of its
 output, in its order, depends only on what is left of its input. What was given of the middle of an order is left out of
 it, and the rest stays as it was.
 
 A stream says how to read, and is read by a copy of its chain, a *reading*. So streams can be pickled and copied, and be
-in several chains, at any time.
+in several chains, at any time; iterators over it do not disturb each other, and its state is that of the one that was
+asked last. States of several readings of one epoch, of workers and of ranks, stand side by side in
+one state: whoever begins from it leaves out what any of them has given.
 """
 
 from __future__ import annotations
@@ -23,26 +26,28 @@ import copy
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader.errors import ConfigurationError, StateMismatchError
 
+F = TypeVar("F")
 T_co = TypeVar("T_co", covariant=True)
-Mark = Any
-"""By which a part, and the parts within it, know a sample again: a tuple, whose last entry is the mark of the part
-within, or a list of several such marks. That of a shard has where the shard's stream is in the chain, the number of the
-shard, and that of the sample in it."""
+Mark = tuple[Any, ...]
+"""Notes of a sample: pairs of a part, or of a record of one, and of what its `give` is called with. The first one has
+the record of the shard, and the number of the sample in it."""
 State = dict[str, Any]
-"""Plain values: `torch.load` with ``weights_only=True`` loads them, and so does JSON."""
+"""Plain values: `torch.load` with ``weights_only=True`` loads them, and so does JSON.
 
-VERSION = 2
-NOTHING: State = {"ranks": None, "workers": None, "parts": None}
-"""Of a state: nothing was given."""
+"place": who has to go on from it: [number, count] of the rank, then of the worker; [] for anybody.
+"parts": the states of the outermost part: of each reading one.
+"over": [number, count] of ranks that have given all of their shards.
+"""
+
+VERSION = 4
 _AHEAD_S = 2e-3
 """For so long a thread takes samples at once, for ``async for``: a turn of the loop costs as much as some of them."""
 
@@ -51,32 +56,30 @@ class Reading(NamedTuple):
     """Of which part of an epoch a reading is.
 
     Attributes:
+        over: Ranks that have given all of their shards, each with how many ranks there were.
         epoch: The epoch.
         rank: The rank that reads.
         num_replicas: How many ranks share the shards.
         worker: The number of this worker; 0 without workers.
         num_workers: How many workers there are, 1 at least.
-        is_of_ranks: It goes on from a state of all ranks: what is left is dealt to ranks anew.
-        is_of_workers: The same of the workers of this rank.
-        path: Where a part is in the chain.
     """
 
+    over: Sequence[tuple[int, int]]
     epoch: int
     rank: int
     num_replicas: int
     worker: int
     num_workers: int
-    is_of_ranks: bool
-    is_of_workers: bool
-    path: tuple[int, ...] = ()
 
 
 class Stream(IterableDataset[T_co]):
     """An iterable dataset that states what it has given: the base of all parts of a chain.
 
-    A subclass says how samples are taken (`take`), what becomes of marks (`give`), and what its state is. For use in
-    any loader, with any workers, or without one: ``for sample in stream``, or ``async for``, which reads in a thread. A
-    stream has one place: another ``iter`` ends the one before.
+    A subclass says how samples are taken (`take`). If what is left of its output depends on more than what is left of
+    its input, it puts a note into each mark, and has a record (with `give`) of those that come back: its state.
+
+    For use in any loader, with any workers, or without one: ``for sample in stream``, or ``async for``, which reads in
+    a thread.
 
     Each epoch is another order. Our loader tells the stream which it is; so does `set_epoch`. Where nobody does, an
     epoch that was read to its end is followed by the next one.
@@ -85,7 +88,7 @@ class Stream(IterableDataset[T_co]):
         streams: The parts within.
     """
 
-    is_epoch_set: bool = False  # by a call of `set_epoch` since our loader has begun an epoch
+    is_epoch_set: bool = False  # by a call of `set_epoch` since an epoch was begun
     counts_epochs = True  # what our loader looks at before it warns of copies that give one order in all epochs
     is_remote = False  # loaders read it by `for`: nothing is gained by overlapping
     keeps_order: bool = True
@@ -93,6 +96,10 @@ class Stream(IterableDataset[T_co]):
     num_replicas: int
     """How many ranks share the shards."""
     rank: int
+    path: str
+    """Of a part that reads: where it is in the chain. Within the outermost part, "0", are "0.0", "0.1" and so on."""
+    place: list[list[int]]
+    """Of the outermost part of those that read: the number of the rank and how many there are, and of the worker."""
 
     def __init__(self, *streams: Stream[Any]) -> None:
         for stream in streams:
@@ -107,41 +114,27 @@ class Stream(IterableDataset[T_co]):
         self.streams: Sequence[Stream[Any]] = streams
         self.epoch: int = 0
         self._loaded: State | None = None  # where the next reading begins
-        self._iterator: _Samples | None = None  # the newest one
-        self._begun: _Samples | None = None  # the last one of which a sample was asked
-        self._has_ended = False  # the epoch, in a reading or by a state
+        self._begun: _Samples | None = None  # the iterator that a state is of: the last of which a sample was asked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_iterator": None, "_begun": None}
+        return {**vars(self), "_begun": None}
 
     # ---------------------------------------------------------------------------------------------- what a part does
 
     @abstractmethod
-    def take(self) -> tuple[Any, Mark]:
-        """Return the next sample, and its mark.
+    def take(self) -> tuple[Any, float, Mark]:
+        """Return the next sample; its position, a number that rises along what this part gives; and its mark.
 
         Raises:
             StopIteration: at the end.
             Exception: for a sample, or a shard, that is bad. The next call goes on behind it.
         """
 
-    def give(self, mark: Mark) -> None:
-        """Note that a sample was given."""
-        self.streams[0].give(mark)
-
-    def begin(self, reading: Reading, state: Any) -> None:
-        """Begin to read; from a state of this part, without those within, if there is one: otherwise it is None."""
+    def begin(self, reading: Reading, states: Sequence[Any]) -> None:
+        """Begin to read, behind what was given by all readings that these are the states of."""
 
     def state(self) -> Any:
         """Return the state of this part, without those within."""
-
-    def merged(self, states: Sequence[Any]) -> Any:
-        """Return one state of this part of those that all workers, or ranks, have had."""
-
-    def finish(self) -> None:
-        """Note that all was given."""
-        for stream in self.streams:
-            stream.finish()
 
     def must_keep_order(self) -> None:
         """Raise an error if a part within has put samples together, as this one is about to change their order.
@@ -155,79 +148,55 @@ class Stream(IterableDataset[T_co]):
                 "together (Pack, Bucket), whose blocks a state knows only in their order: have it within that part"
             )
 
-    def fail(self, error: Exception, mark: Mark) -> NoReturn:
-        """Raise the error of a sample that was taken of this part, and counts as given.
-
-        Raises:
-            Exception: the error, with a note that names shard and number.
-        """
-        self.give(mark)
-        _, shard, number = source_of(mark)
-        error = noted(error, f"for sample {number} of shard {shard}")
-        raise error from error.__cause__
-
-    def opened(self, reading: Reading, state: State | None) -> Self:
+    def opened(self, reading: Reading, states: Sequence[Any], path: str = "0") -> Self:
         """Return a copy of this part that reads, with copies of those within."""
-        part, within = copy.copy(self), [] if state is None else state["within"]
-        self._check([] if state is None else [state])
+        part = copy.copy(self)
+        part.path, name = path, type(self).__name__
+        for kind, _, within in states:
+            if kind != name or len(within) > len(self.streams):
+                advice = "A stream that is wanted no more stays in its place, with weight 0."
+                raise StateMismatchError(f"part {path} of the chain", kind, name, advice)
         part.streams = [
-            stream.opened(reading._replace(path=(*reading.path, number)), own)
-            for number, (stream, own) in enumerate(zip_longest(self.streams, within))
+            stream.opened(
+                reading, [within[number] for *_, within in states if number < len(within)], f"{path}.{number}"
+            )
+            for number, stream in enumerate(self.streams)
         ]
-        part.begin(reading, None if state is None else state["own"])
+        part.begin(reading, [own for _, own, _ in states])
         return part
 
-    def state_of_chain(self) -> State:
-        """Return the state of this part, with those within."""
-        within = [stream.state_of_chain() for stream in self.streams]
-        return {"kind": type(self).__name__, "own": self.state(), "within": within}
-
-    def _merged_chain(self, states: Sequence[State]) -> State:
-        self._check(states)
-        within = zip(*(state["within"] for state in states), strict=True)
-        merged = [stream._merged_chain(own) for stream, own in zip(self.streams, within, strict=False)]
-        return {**states[0], "own": self.merged([state["own"] for state in states]), "within": merged}
-
-    def _check(self, states: Sequence[State]) -> None:
-        """Raise an error if states are not of this kind of part, or of more streams, or of several numbers of them."""
-        here = [type(self).__name__, len(self.streams)]
-        found = [[state["kind"], len(state["within"])] for state in states]
-        for kind, count in found:
-            if kind != here[0] or count > here[1] or count != found[0][1]:
-                advice = "A stream that is wanted no more stays in its place, with weight 0."
-                raise StateMismatchError("[part, number of streams in it]", found, here, advice)
+    def states(self) -> list[Any]:
+        """Return what this part is, its state, and the same of those within."""
+        return [type(self).__name__, self.state(), [stream.states() for stream in self.streams]]
 
     # ------------------------------------------------------------------------------------------------------ iterating
 
     def __iter__(self) -> Iterator[T_co]:
-        self._iterator = samples = _Samples(self)
-        return samples
+        return _Samples(self)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        self._iterator = samples = _AsyncSamples(self)
-        return samples
+        return _AsyncSamples(self)
 
     def _start(self) -> Self:
         """Begin a reading, in the worker and the epoch that this is."""
         info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        epoch = self.epoch + (self._has_ended and info is None)  # workers are told: some end where others do not
-        state: State = self._loaded or NOTHING
-        self._places = {"ranks": [self.rank, self.num_replicas], "workers": [worker, num_workers]}
-        for name, function in (("ranks", "asyncloader.streams.merge"), ("workers", "merge_state_dicts")):
-            if state[name] not in (None, now := self._places[name]):
-                advice = f"{function} makes one state of those of all {name}, for any number of them."
-                raise StateMismatchError(f"[number, count] of {name}", state[name], now, advice)
-        of_all = state["ranks"] is None, state["workers"] is None
-        part = self.opened(Reading(epoch, self.rank, self.num_replicas, worker, num_workers, *of_all), state["parts"])
-        self.epoch, self._loaded, self._has_ended = epoch, None, False
+        rank, worker = [self.rank, self.num_replicas], [0, 1] if info is None else [info.id, info.num_workers]
+        state = self._loaded or nothing_of(self.epoch)
+        if (place := state["place"]) != [rank, worker][: len(place)]:
+            advice = (
+                "asyncloader.streams.merge makes one state of those of all ranks, and merge_state_dicts of those of "
+                "all workers, for any number of them."
+            )
+            raise StateMismatchError("[number, count] of ranks, then of workers", place, [rank, worker], advice)
+        part = self.opened(Reading(state["over"], state["epoch"], *rank, *worker), state["parts"])
+        part.epoch, part.place = state["epoch"], [rank, worker]
         return part
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next reading is of. A state of another epoch is dropped."""
-        if epoch != self.epoch or self._has_ended:
+        if epoch != self.epoch:
             self._loaded = self._begun = None
-        self.epoch, self.is_epoch_set, self._has_ended = epoch, True, False
+        self.epoch, self.is_epoch_set = epoch, True
 
     # --------------------------------------------------------------------------------------------------------- states
 
@@ -235,12 +204,10 @@ class Stream(IterableDataset[T_co]):
         """Return what was given: which samples of each shard, and where each part of the chain is in its order."""
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        parts = None if self._begun is None else self._begun.state()
-        places = NOTHING if parts is None else {**self._places, "parts": parts}
-        return {"version": VERSION, "epoch": self.epoch, "ended": self._has_ended, **places}
+        return (self._begun and self._begun.state()) or nothing_of(self.epoch)
 
     def load_state_dict(self, state: State) -> None:
-        """Let the next reading go on behind what was given. Behind the end of an epoch, the next one begins.
+        """Let the next reading go on behind what was given. A state of the end of an epoch is one of the next.
 
         Args:
             state: A state of `state_dict`, of `merge_state_dicts` or of :func:`~asyncloader.streams.merge`.
@@ -250,13 +217,7 @@ class Stream(IterableDataset[T_co]):
         """
         if state.get("version") != VERSION:
             raise StateMismatchError("version", state.get("version"), VERSION)
-        if "all" in state:
-            state = self._merged_ranks(state["all"])
-        # In a worker that had come to its end, nothing is left of an epoch that others may be in the middle of.
-        is_over = state["ended"] and get_worker_info() is None
-        self.epoch = state["epoch"] + is_over
-        self._loaded = None if is_over else copy.deepcopy(state)
-        self._begun, self._iterator, self._has_ended = None, None, False
+        self.epoch, self._loaded = state["epoch"], copy.deepcopy(state)
 
     def merge_state_dicts(self, states: Sequence[State]) -> State:
         """Return one state of those that all workers of a rank have taken of one epoch: for any number of workers.
@@ -264,98 +225,81 @@ class Stream(IterableDataset[T_co]):
         Raises:
             StateMismatchError: if they are of several ranks or epochs.
         """
-        return {**self._merged_workers(states), "ended": False}  # nothing may be left, but the epoch is the same one
-
-    def _merged_workers(self, states: Sequence[State]) -> State:
-        begun = [state for state in states if state.get("ranks")]  # others have given nothing since a merge, if at all
-        if not begun:
-            return self._merged_ranks(states[0]["all"]) if "all" in states[0] else states[0]
-        for name in ("epoch", "ranks"):
-            if any(state[name] != begun[0][name] for state in begun):
+        merged = side_by_side(states, 1)
+        for state in states:
+            if state["epoch"] != merged["epoch"] or state["place"][:1] not in ([], merged["place"]):
                 advice = "States of the workers of one rank, of one epoch, can be merged."
-                raise StateMismatchError(name, [state[name] for state in begun], getattr(self, name, None), advice)
-        ended, parts = all(state["ended"] for state in begun), self._merged_chain([state["parts"] for state in begun])
-        return {**begun[0], "ended": ended, "workers": None, "parts": parts}
-
-    def _merged_ranks(self, ranks: Sequence[Sequence[State]]) -> State:
-        """Return one state of those of all ranks.
-
-        A rank that has ended its epoch has given all of its shards. One that has ended the epoch before, or has given
-        nothing since a merge, has given nothing.
-
-        Args:
-            ranks: For each rank, in their order, the states of its workers.
-        """
-        states = [self._merged_workers(workers) for workers in ranks]
-        epochs = [state["epoch"] for state in states if state["epoch"] is not None]
-        merged: State = {"version": VERSION, "epoch": max(epochs, default=self.epoch), "ended": False, **NOTHING}
-        known = [state for state in states if state["epoch"] == merged["epoch"] and state["parts"]]
-        base = min(known, key=lambda state: not state["ranks"], default=merged)  # one that was given from, if there is
-        parts = [base["parts"]] if base["parts"] and not base["ranks"] else []
-        for rank, state in enumerate(states):
-            if state["ranks"] not in (None, [rank, len(states)]):
-                advice = "merge is to be given one state of each rank, in the order of ranks."
-                raise StateMismatchError("[number, count] of ranks", state["ranks"], [rank, len(states)], advice)
-            behind = 0 if state["epoch"] is None else merged["epoch"] - state["epoch"]
-            if behind > state["ended"]:
-                raise StateMismatchError("epoch", epochs, merged["epoch"], "States of one epoch can be merged.")
-            if not behind and (state["ranks"] or state["ended"]):
-                parts.append(state["parts"] or self._all_of(rank, len(states), base))
-        return {**merged, "parts": self._merged_chain(parts)} if parts else merged
-
-    def _all_of(self, rank: int, num_replicas: int, base: State) -> State:
-        """Return the parts of the state of a rank that has given all, from those of another rank, or of all before."""
-        reading = Reading(base["epoch"], rank, num_replicas, 0, 1, not base["ranks"], True)
-        part = self.opened(reading, base["parts"])
-        part.finish()
-        return part.state_of_chain()
+                raise StateMismatchError("epoch, or rank,", state["epoch"], merged["epoch"], advice)
+        return merged
 
 
 class _Samples(Iterator[Any]):
-    """Iterates over a stream. What it returns is given: an interrupt before that loses nothing."""
+    """Iterates over a stream. What it has returned is given: an interrupt loses nothing."""
 
     def __init__(self, stream: Stream[Any]) -> None:
         self._stream = stream
         self._part: Stream[Any] | None = None  # what reads
-        self._lock = threading.RLock()  # held to take samples in a thread, and to look at the part; again by a handler
+        self._is_over = False
+        self._ahead: deque[tuple[Any, float, Mark]] = deque()  # taken, not given; or an error, without a mark
+        self._returned: Mark = ()  # of the last sample, which parts are told of when the next one is asked for
+        # Held to take samples, and to look at the part; again by the handler of a signal.
+        self._lock = threading.RLock()
 
     def _reading(self) -> Stream[Any]:
         """Return what reads. The first call begins the reading.
 
         Raises:
             StopIteration: behind the end.
-            RuntimeError: if another reading was begun.
         """
         stream = self._stream
-        if stream._iterator is not self:
-            raise RuntimeError(
-                "this iterator was ended: another one over the same stream was begun, or a state was loaded"
-            )
-        if self._part is None:
-            self._part, stream._begun = stream._start(), self
-            self._epoch = stream.epoch
-        elif stream._has_ended:
+        if self._is_over:
             raise StopIteration
-        return self._part
+        if (part := self._part) is None:
+            self._part = part = stream._start()
+            self._ahead.clear()
+            stream._begun = self  # before this forgets what was loaded: an interrupt in between finds either
+            stream._loaded, stream.is_epoch_set = None, False
+        stream._begun = self
+        return part
 
     def __next__(self) -> Any:
-        part = self._reading()
+        mark: Mark = ()
         try:
-            sample, mark = part.take()
+            with self._lock:
+                part = self._reading()
+                give(self._returned)
+                sample, _, mark = self._ahead.popleft() if self._ahead else part.take()
+                if not mark:
+                    raise sample
+                self._returned = mark
+                return sample
         except StopIteration:
             self._end()
             raise
-        part.give(mark)
-        return sample
+        except Exception:
+            raise  # parts go on behind it
+        except BaseException:  # an interrupt, anywhere within: what was taken and not returned is read again
+            if self._returned is mark:
+                self._returned = ()
+            if self._stream._begun is self:
+                self._stream._loaded = self._stream.state_dict()
+            self._part = None
+            raise
 
     def _end(self) -> None:
-        """Note the end of the epoch; unless another one was set meanwhile."""
-        self._stream._has_ended = self._stream.epoch == self._epoch
+        """Have the stream go on to the next epoch, unless one was set meanwhile. Workers are told: others may go on."""
+        if not self._is_over and get_worker_info() is None:
+            self._stream.epoch += not self._stream.is_epoch_set
+            self._stream._begun = None
+        self._is_over = True
 
     def state(self) -> State | None:
         """Return the state of what reads."""
         with self._lock:
-            return None if self._part is None else self._part.state_of_chain()
+            if (part := self._part) is None:
+                return None
+            give(self._returned)
+            return {**nothing_of(part.epoch), "place": part.place, "parts": [part.states()]}
 
 
 class _AsyncSamples(_Samples, AsyncIterator[Any]):
@@ -364,52 +308,62 @@ class _AsyncSamples(_Samples, AsyncIterator[Any]):
     A call that is cancelled leaves to the next one what its thread takes.
     """
 
-    def __init__(self, stream: Stream[Any]) -> None:
-        super().__init__(stream)
-        self._taken: deque[tuple[Any, Mark]] = deque()  # in place of a sample, an error, whose mark is None
-
     async def __anext__(self) -> Any:
         try:
-            while not self._taken:
+            while not self._ahead:
                 await asyncio.to_thread(self._take_some, self._reading())
-            part = self._reading()
+            return next(self)
         except StopIteration:
             raise StopAsyncIteration from None
-        with self._lock:
-            sample, mark = self._taken.popleft()
-            if mark is not None:
-                part.give(mark)
-                return sample
-        if isinstance(sample, StopIteration):
-            self._end()
-            raise StopAsyncIteration
-        raise sample
 
     def _take_some(self, part: Stream[Any]) -> None:
         until = perf_counter() + _AHEAD_S
         with self._lock:
-            while not self._taken or (self._taken[-1][1] is not None and perf_counter() < until):
-                try:
-                    self._taken.append(part.take())
-                except Exception as error:
-                    self._taken.append((error, None))
+            try:
+                while not self._ahead or perf_counter() < until:
+                    self._ahead.append(part.take())
+            except Exception as error:
+                self._ahead.append((error, 0, ()))
 
 
-def source_of(mark: Mark) -> tuple[tuple[int, ...], int, int]:
-    """Return the place of a stream of shards in the chain, the shard and the number of a sample; of several, the last.
+def nothing_of(epoch: int) -> State:
+    """Return the state of the beginning of an epoch."""
+    return {"version": VERSION, "epoch": epoch, "place": [], "parts": [], "over": []}
+
+
+def side_by_side(states: Sequence[State], depth: int) -> State:
+    """Return one state of those of one epoch that have been read since they were merged, or of any if none has.
 
     Args:
-        mark: The mark of a sample, of any part.
+        states: Of all workers of a rank, or of all ranks.
+        depth: Of how many entries the place of the new one is: 1 for a rank, 0 for all.
     """
-    while not isinstance(mark[-1], int):
-        mark = mark[-1]
-    path, shard, number = mark
-    return path, shard, number
+    begun = [state for state in states if len(state["place"]) > depth] or states[:1]
+    return {**begun[0], "place": begun[0]["place"][:depth], "parts": [part for each in begun for part in each["parts"]]}
 
 
-def noted(error: Exception, place: str) -> Exception:
-    """Return an error with a note about its place. One that would look like the end of the stream becomes another."""
-    if isinstance(error, StopIteration):
-        error = RuntimeError(f"{type(error).__name__} was raised")
-    error.add_note(f"Raised {place}.")
-    return error
+def give(mark: Mark) -> None:
+    """Note that a sample was given. May be done again, as after an interrupt."""
+    for record, what in mark:
+        record.give(what)
+
+
+def function_of(name: str, fn: F) -> F:
+    """Return what was given as a function, if it is one."""
+    if not callable(fn):
+        raise ConfigurationError(f"{name} should be a function, but is {fn!r}")
+    return fn
+
+
+def asked(fn: Callable[[Any], Any], sample: Any, mark: Mark) -> Any:
+    """Return what a function makes of a sample. If it raises, the sample counts as given.
+
+    Raises:
+        Exception: what the function raises, with a note that names shard and number.
+    """
+    try:
+        return fn(sample)
+    except Exception as error:
+        give(mark)
+        shard, number = mark[0]
+        raise shard.noted(error, "for", number) from error.__cause__

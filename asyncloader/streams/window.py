@@ -9,16 +9,17 @@ run that goes on is the same one.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.samplers.ordered import count_of
-from asyncloader.streams.stream import Mark, Reading, Stream
+from asyncloader.streams.stream import Mark, Reading, Stream, asked, give
 
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Waiting(NamedTuple):
-    """A sample in the window; what is asked of it; and how much of it was given."""
+    """A sample in the window; what it costs; and where what is left of it begins, if a part was given."""
 
     sample: Any
     mark: Mark
@@ -42,16 +43,16 @@ class Windowed(Stream[T_co]):
 
     @abstractmethod
     def cost_of(self, sample: Any) -> Any:
-        """Return what is asked of a sample.
+        """Return what is asked of a sample; None for one that is to be left out.
 
         Raises:
             Exception: if it cannot be given with any other, or alone.
         """
 
-    def begin(self, reading: Reading, state: Any) -> None:
+    def begin(self, reading: Reading, states: Sequence[Any]) -> None:
         """Begin to read."""
         self._window: dict[int, Waiting] = {}
-        self._count, self._is_over = 0, False
+        self._count = 0
 
     def fill(self) -> None:
         """See that the window has as many samples as it may have, or all that are left.
@@ -60,31 +61,20 @@ class Windowed(Stream[T_co]):
             StopIteration: if it has none.
             Exception: for a sample that is bad. The next call goes on behind it.
         """
-        while not self._is_over and len(self._window) < self.window:
+        while len(self._window) < self.window:
             try:
-                sample, mark = self.streams[0].take()
+                sample, _, mark = self.streams[0].take()
             except StopIteration:
-                self._is_over = True
-                break
-            try:
-                cost = self.cost_of(sample)
-            except Exception as error:
-                self.refuse(error, mark)
+                if self._window:
+                    break
+                raise
+            cost = asked(self.cost_of, sample, mark)
+            if cost is None:
+                give(mark)
             else:
-                self.add(Waiting(sample, mark, cost))
-        if not self._window:
-            raise StopIteration
+                self.put(self._count, Waiting(sample, mark, cost))
+                self._count += 1
 
-    def refuse(self, error: Exception, mark: Mark) -> None:
-        """Raise the error of a sample that cannot be in the window, and counts as given."""
-        self.streams[0].fail(error, mark)
-
-    def add(self, waiting: Waiting) -> None:
+    def put(self, number: int, waiting: Waiting) -> None:
         """Put a sample into the window."""
-        self._window[self._count] = waiting
-        self._count += 1
-
-    def give(self, mark: Mark) -> None:
-        """Note that several samples were given."""
-        for each in mark:
-            self.streams[0].give(each)
+        self._window[number] = waiting

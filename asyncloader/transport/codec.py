@@ -70,7 +70,7 @@ class Encoder:
         """
         try:
             try:
-                stream = self._dump(batch, self._pickler)
+                stream = self._dump(batch, by_reference)
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 self._forget()
                 stream = self._dump_by_value(batch, error)
@@ -94,23 +94,18 @@ class Encoder:
         self._heap = None
 
     # --------------------------------------------------------------------------------------------------- pickling
-    def _dump(self, batch: Any, make_pickler: Callable[[io.BytesIO], pickle.Pickler]) -> bytes:
+    def _dump(self, batch: Any, make_pickler: Callable[..., pickle.Pickler]) -> bytes:
         stream = io.BytesIO()
-        make_pickler(stream).dump(batch)
+        make_pickler(stream, self._reducers, self._is_in_band).dump(batch)
         if self._reducers.find_shared():
             self._forget_places()
             stream = io.BytesIO()
-            make_pickler(stream).dump(batch)
+            make_pickler(stream, self._reducers, self._is_in_band).dump(batch)
         return stream.getvalue()
-
-    def _pickler(self, stream: io.BytesIO) -> pickle.Pickler:
-        pickler = pickle.Pickler(stream, 5, buffer_callback=self._is_in_band)
-        pickler.dispatch_table = self._reducers
-        return pickler
 
     def _dump_by_value(self, batch: Any, error: Exception) -> bytes:
         try:
-            return self._dump(batch, lambda stream: by_value(stream, self._reducers, self._is_in_band))
+            return self._dump(batch, by_value)
         except (pickle.PicklingError, TypeError, AttributeError):
             raise error from None
 
@@ -179,6 +174,13 @@ class Encoder:
                 assert self._heap is not None
                 self._heap.send(entry[0])
         return [head, b"" if is_placed else stream, *(contents.data for contents in self._raw)]
+
+
+def by_reference(stream: io.BytesIO, table: Any, collect: Callable[[pickle.PickleBuffer], Any]) -> pickle.Pickler:
+    """Return pickle's own pickler with a dispatch table; `collect` is told of buffers, and keeps out what it will."""
+    pickler = pickle.Pickler(stream, 5, buffer_callback=collect)
+    pickler.dispatch_table = table
+    return pickler
 
 
 def by_value(stream: io.BytesIO, table: Any, collect: Callable[[pickle.PickleBuffer], Any]) -> pickle.Pickler:

@@ -27,6 +27,7 @@ Allocate = Callable[[int], memoryview | None]
 Map = dict[Any, Callable[..., Any]]
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
+_count_modes, _default_device = torch._C._len_torch_function_stack, torch._C._get_default_device
 _NUMPY_SCALARS = (np.bool_, np.number, np.object_)  # a key of torch's map
 
 
@@ -64,33 +65,27 @@ def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return collate_fn
     recycler = Recycler()
     stacker = Stacker(recycler.allocate, RECYCLED_MIN, in_worker=False)
-    maps: tuple[Map, Map] = {}, {}  # torch's as it was last, and what is collated with then
+    seen: Map = {}  # torch's map as it was last
+    ours: Map = {}  # what is collated with then
 
     def collate(batch: Any) -> Any:
-        nonlocal maps
-        recycler.begin_batch()
+        nonlocal ours, seen
+        if recycler.free:
+            recycler.begin_batch()
         if isinstance(batch, Whole):
             return batch.batch(stacker.rows)
-        if not _makes_cpu_tensors():  # numbers and arrays become tensors on the default device
+        # Numbers and arrays become tensors on the default device. ``with torch.device()`` and `set_default_device` are
+        # function modes, which torch 2.6's `get_default_device` ignores.
+        if (_count_modes() or _default_device() != "cpu") and torch.empty(0).device.type != "cpu":
             return collate_fn(batch)
-        if maps[0] != torch_collate.default_collate_fn_map:  # which the user may change between two batches
+        if seen != torch_collate.default_collate_fn_map:  # which the user may change between two batches
             there: Map = dict(torch_collate.default_collate_fn_map)
-            maps = there, {**there, **_replacements(stacker)}
-        if (function := maps[1].get(type(batch[0]))) is not None:  # as torch's `collate` begins
-            return function(batch, collate_fn_map=maps[1])
-        return torch_collate.collate(batch, collate_fn_map=maps[1])
+            ours, seen = {**there, **_replacements(stacker)}, there  # in this order: several threads may call this
+        if (function := ours.get(type(batch[0]))) is not None:  # as torch's `collate` begins
+            return function(batch, collate_fn_map=ours)
+        return torch_collate.collate(batch, collate_fn_map=ours)
 
     return collate
-
-
-def _makes_cpu_tensors() -> bool:
-    """Whether torch's default device is the CPU.
-
-    ``with torch.device()`` and `set_default_device` are function modes, which torch 2.6's `get_default_device` ignores.
-    """
-    if torch._C._len_torch_function_stack():
-        return torch.empty(0).device.type == "cpu"
-    return torch._C._get_default_device() == "cpu"
 
 
 def _replacements(stacker: Stacker) -> Map:
@@ -187,7 +182,6 @@ def _are_alike(batch: Sequence[Array]) -> bool:
 
 
 def _collate_numbers(
-    kind: type,
     dtype: np.dtype[Any],
     torchs: Callable[..., torch.Tensor],
     batch: Sequence[Any],
@@ -195,19 +189,18 @@ def _collate_numbers(
     collate_fn_map: Map | None = None,
 ) -> torch.Tensor:
     """Make a tensor of a list that begins with a number of Python's, as torch's own function does."""
-    if type(batch[0]) is kind:
-        try:
-            numbers = np.array(batch)
-        except (ValueError, TypeError, OverflowError, RuntimeError):
-            pass
-        else:
-            if numbers.dtype == dtype and numbers.ndim == 1:
-                return torch.from_numpy(numbers)
+    try:
+        numbers = np.array(batch)
+    except (ValueError, TypeError, OverflowError, RuntimeError):
+        pass
+    else:
+        if numbers.dtype == dtype and numbers.ndim == 1:
+            return torch.from_numpy(numbers)
     return torchs(batch, collate_fn_map=collate_fn_map)
 
 
-_collate_ints = partial(_collate_numbers, int, np.dtype(np.int64), torch_collate.collate_int_fn)
-_collate_floats = partial(_collate_numbers, float, np.dtype(np.float64), torch_collate.collate_float_fn)
+_collate_ints = partial(_collate_numbers, np.dtype(np.int64), torch_collate.collate_int_fn)
+_collate_floats = partial(_collate_numbers, np.dtype(np.float64), torch_collate.collate_float_fn)
 
 
 def collate_numpy_scalars(batch: Sequence[Any], *, collate_fn_map: Map | None = None) -> torch.Tensor:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import NamedTuple
 
 from asyncloader.transport.arena import PAGE
 
 
-class Region:
-    """A part of the arena that has memory."""
+class Region(NamedTuple):
+    """A part of the arena.
 
-    __slots__ = ("capacity", "offset")
+    Attributes:
+        offset: Where it begins in the arena.
+        capacity: Its length.
+    """
 
-    def __init__(self, offset: int, capacity: int) -> None:
-        self.offset: int = offset  # in the arena
-        self.capacity: int = capacity
-
-    def __repr__(self) -> str:
-        return f"<Region of {self.capacity} bytes at {self.offset:#x}>"
+    offset: int
+    capacity: int
 
 
 def fits(nbytes: int, capacity: int) -> bool:
@@ -36,14 +36,14 @@ def capacity_for(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def gaps(first: int, end: int, regions: Iterable[Region]) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of what lies between some regions, from `first` to `end`."""
-    for region in sorted(regions, key=lambda each: each.offset):
-        if region.offset > first:
-            yield first, region.offset - first
-        first = region.offset + region.capacity
+def gaps(first: int, end: int, regions: Iterable[Region]) -> Iterator[Region]:
+    """Yield what lies between some regions, from `first` to `end`."""
+    for offset, capacity in sorted(regions):
+        if offset > first:
+            yield Region(first, offset - first)
+        first = offset + capacity
     if end > first:
-        yield first, end - first
+        yield Region(first, end - first)
 
 
 class FreeList:

@@ -14,12 +14,12 @@ more. (mimalloc's heaps of threads are such owners, and get blocks that others f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from time import monotonic
 from typing import Any
 
 from asyncloader import machine
-from asyncloader.transport.arena import Arena, Extents, exporter_at
+from asyncloader.transport.arena import Arena, exporter_at
 from asyncloader.transport.free_list import FreeList, Region, capacity_for, gaps
 
 PERIOD_S = 5.0  # use is looked at in periods: what neither this one nor the last one needed is given back
@@ -36,10 +36,8 @@ class Heap:
         arena: The shared memory. None in a worker that could not map it.
         first: Where the addresses of this heap begin in the arena.
         length: How many there are.
-        idle: Regions that the owner before has left.
         sent: Regions that batches of the owner before are still in. They are returned as this owner's own.
         share: The quota is one of so many parts of what slabs may take in all.
-        max_bytes: A bound of that.
 
     Attributes:
         reserved: Bytes that have memory.
@@ -51,26 +49,20 @@ class Heap:
         first: int,
         length: int,
         *,
-        idle: Iterable[Region] = (),
-        sent: Iterable[Region] = (),
+        sent: Collection[Region] = (),
         share: int = 1,
-        max_bytes: int,
     ) -> None:
         self.arena = arena
         self._idle = FreeList()
         self._taken: dict[int, tuple[Region, weakref.ref[Any]]] = {}  # by offset
         # By offset. The reference is that of this process, which may look at what it has sent as well.
         self._sent: dict[int, tuple[Region, weakref.ref[Any] | None]] = {each.offset: (each, None) for each in sent}
-        for each in idle:
-            self._idle.put(each)
-        regions = self.regions()
-        self._cold = Extents(gaps(first, first + length, regions))
-        self.reserved: int = sum(each.capacity for each in regions)
-        # Bytes in use at most, in the last period and in this one. What the owner before has left is kept at first.
-        self._peaks = [0, self.reserved]
+        self._first, self._end = first, first + length
+        self._cold = Region(first, 0)  # addresses without memory: those that regions are carved from next
+        self.reserved: int = sum(each.capacity for each in sent)
+        self._peaks = [0, self.reserved]  # bytes in use at most, in the last period and in this one
         self._period_ends = 0.0
         self._share = share
-        self._max_bytes = max_bytes
         self._limit = 0
         self._looked_at = -_LOOK_EVERY_S
         self._kept: list[Any] = []  # exporters of regions that forked children may look at
@@ -115,13 +107,17 @@ class Heap:
             self._sweep(capacity, keep=0)
             if not self._may_grow(capacity):
                 return None
-        if (offset := self._cold.take(capacity)) is None:
-            return None
+        if self._cold.capacity < capacity:
+            cold = gaps(self._first, self._end, self.regions())
+            self._cold = next((gap for gap in cold if gap.capacity >= capacity), self._cold)
+            if self._cold.capacity < capacity:
+                return None
+        offset, there = self._cold
         # Before the first byte is written: a write to shared memory that cannot grow is SIGBUS.
         if not self.arena.reserve(offset, capacity):
-            self._cold.give(offset, capacity)
             self._limit = 0  # until the next look
             return None
+        self._cold = Region(offset + capacity, there - capacity)
         self.reserved += capacity
         return Region(offset, capacity)
 
@@ -134,7 +130,7 @@ class Heap:
         """
         now, reserved = monotonic(), self.arena.reserved_bytes()
         if now - self._looked_at >= _LOOK_EVERY_S:
-            self._limit = min(self._max_bytes, (machine.available_bytes() + reserved) // 2)
+            self._limit = (machine.available_bytes() + reserved) // 2
             self._looked_at = now
         return reserved + capacity <= self._limit and self.reserved + capacity <= self._limit // self._share
 
@@ -158,11 +154,13 @@ class Heap:
     def _sweep(self, nbytes: int, keep: int) -> None:
         """Give idle regions back, oldest first, at least `nbytes` of them, until no more than `keep` are reserved."""
         while nbytes > 0 and self.reserved > keep and (region := self._idle.take_oldest()) is not None:
-            if not self.arena.punch(region.offset, region.capacity):
+            if not self.arena.punch(*region):
                 # The platform cannot punch holes: what is reserved stays, to be used again.
                 self._idle.put(region)
                 return
-            self._cold.give(region.offset, region.capacity)
+            self._cold = Region(
+                self._first, 0
+            )  # look again: what lies low is taken first, which keeps page tables small
             self.reserved -= region.capacity
             nbytes -= region.capacity
 

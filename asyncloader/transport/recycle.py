@@ -30,41 +30,39 @@ class Recycler:
 
     So there is no lock: every step is one operation on a list, which CPython does not interrupt. A forked child has
     copies of the memory, and may go on.
+
+    Attributes:
+        free: The memory that is free. As long as there is none, batches need not be told of.
     """
 
     def __init__(self) -> None:
-        self._free: list[_Free] = []  # the last used last
+        self.free: list[_Free] = []  # the last used last
         self._batches = 0
 
     def begin_batch(self) -> None:
-        """Note that another batch begins, and free what the last ones did not need."""
+        """Note that another batch begins, and free what the last ones that were told of did not need."""
         self._batches += 1
-        if not self._free:
-            return
-        for each in self._free.copy():
+        for each in self.free.copy():
             if each[0] < self._batches - _KEPT_BATCHES:
                 self._taken(each)
 
     def allocate(self, nbytes: int) -> memoryview | None:
         """Return memory that is free again when nothing refers to it any more; None: there is none."""
-        fitting = [each for each in reversed(self._free.copy()) if fits(nbytes, len(each[1]))]
+        fitting = [each for each in reversed(self.free.copy()) if fits(nbytes, len(each[1]))]
         fitting.sort(key=lambda each: len(each[1]))
         try:
-            memory = next((each[1] for each in fitting if self._taken(each)), None) or _new_memory(nbytes)
+            memory = next((each[1] for each in fitting if self._taken(each)), None)
+            memory = memory or mmap.mmap(-1, capacity_for(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError:
             return None
         exporter = exporter_at(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory))
         # The tensors keep the memory, which may outlive the recycler; at the end of the interpreter it stays.
-        weakref.finalize(exporter, self._free.append, (self._batches, memory)).atexit = False
+        weakref.finalize(exporter, self.free.append, (self._batches, memory)).atexit = False
         return memoryview(exporter).cast("B")[:nbytes]
 
     def _taken(self, free: _Free) -> bool:
         """Take this out of what is free; False if another thread was faster."""
         with contextlib.suppress(ValueError):
-            self._free.remove(free)
+            self.free.remove(free)
             return True
         return False
-
-
-def _new_memory(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, capacity_for(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -2,14 +2,13 @@
 
       the heap of a worker ── a payload names a region ──> on lease to tensors ── the last one died ──> nobody's
               ^                                                                                            │
-              └──────── with the next tickets; or with all of the heap to the worker after this one <──────┘
+              └── with the next tickets; if the worker has ended, to the machine <─────────────────────────┘
 
 - A region that a payload named is in use as long as it has users: the tensors of a batch; a process forked while there
   were some, a worker or any other, for that may look at the batch. Without users it is returned to the owner of the
   heap that it is in, and not before: so nothing that anybody looks at is written over.
-- A heap outlives its worker: the next worker that is started goes on with it, warm memory and regions in use included.
-- A heap without an owner for a while is given back, in small pieces, because that costs as much as first use: 0.9 us a
-  page.
+- The addresses of a heap outlive its worker: the next worker that is started has them, regions in use included. The
+  memory does not: what is not in use is given back.
 """
 
 from __future__ import annotations
@@ -27,14 +26,12 @@ from asyncloader.machine import total_bytes
 from asyncloader.transport import arena as arenas
 from asyncloader.transport.arena import Arena, exporter_at
 from asyncloader.transport.free_list import Region
-from asyncloader.transport.heap import PERIOD_S, SWEEP_BYTES
 
 _HEAPS = 256
 """So many heaps have room in the arena; the workers after these send batches through their channels."""
 
 _SMALLEST = 1 << 28  # a heap, where there are addresses for four
 _LARGEST_ARENA = 1 << 44
-_NO_BOUND = 1 << 60
 
 _TENSORS = "tensors"
 """The user of a lease that is not a forked process."""
@@ -89,15 +86,14 @@ class SlabPool:
     """All slabs of a process. Everything runs on the loop thread, except that tensors die in any thread.
 
     Args:
-        max_bytes: A bound of what slabs take, besides what machine and cgroups have left.
         create_arena: makes the shared memory, at the first use.
 
     Attributes:
-        loop: Gives back what nobody needs, and watches processes that were forked; None before the first loader.
+        loop: Takes back what ownerless heaps have on lease, and watches processes that were forked; None before the
+            first loader.
     """
 
-    def __init__(self, max_bytes: int = _NO_BOUND, create_arena: Callable[[int], Arena | None] = arenas.create) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, create_arena: Callable[[int], Arena | None] = arenas.create) -> None:
         self.arena: Arena | None = None
         self.ownerless: list[Any] = []  # `WorkerHeap`s whose worker has ended, the last one last
         self._create_arena = create_arena
@@ -105,32 +101,18 @@ class SlabPool:
         self._leases: set[Lease] = set()  # whose tensors are alive, as far as is known
         self._ended: deque[Lease] = deque()
         self._on_end = self._make_on_end()
-        self._trim_planned = False
+        self._drain_planned = False
         self.loop: AbstractEventLoop | None = None
         self._forks: dict[int, _Fork] = {}  # by thread, between the hooks of a fork
         self._forked: set[_Fork] = set()  # whose ends are waited for
 
     def __repr__(self) -> str:
-        return f"<SlabPool reserved={self.reserved_bytes} leased={self.leased_bytes}>"
+        return f"<SlabPool reserved={self.reserved_bytes} leases={len(self._leases)}>"
 
     @property
     def reserved_bytes(self) -> int:
         """The memory of all heaps."""
         return 0 if self.arena is None else self.arena.reserved_bytes()
-
-    @property
-    def leased_bytes(self) -> int:
-        """The memory that tensors are in."""
-        return sum(lease.region.capacity for lease in tuple(self._leases))
-
-    def close(self) -> None:
-        """Unmap the arena, for pools of their own in tests: there must be no lease and no worker."""
-        self.trim()
-        if self._leases:
-            raise RuntimeError(f"slabs are in use: {self!r}")
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
 
     # --------------------------------------------------------------------------------------------------------- heaps
     def new_heap(self) -> tuple[int, int]:
@@ -164,14 +146,24 @@ class SlabPool:
         def on_end(lease: Any) -> None:
             if getpid() == owner:
                 append(lease)
-                if self.ownerless and not self._trim_planned and self.loop is not None:
-                    with suppress(RuntimeError):  # at interpreter exit the loop is closed
-                        self.loop.call_soon_threadsafe(self.plan_trim)
+                self._plan_drain()
 
         return on_end
 
+    def _plan_drain(self) -> None:
+        """Have the loop take back what has ended, where no worker is there on whose account it is done. In any thread.
+
+        Two threads that both find nothing planned call twice, and the second call changes nothing. A thread that finds
+        something planned has appended already: the loop drains after it has cleared the mark.
+        """
+        if self.ownerless and not self._drain_planned and self.loop is not None:
+            self._drain_planned = True
+            with suppress(RuntimeError):  # at interpreter exit the loop is closed
+                self.loop.call_soon_threadsafe(self.drain)
+
     def drain(self) -> None:
-        """Take back regions whose tensors have died."""
+        """Take back regions whose tensors have died. On the loop thread."""
+        self._drain_planned = False
         # Between the hooks of a fork nothing is taken back: tensors that died after the fork may live on in the child.
         while self._ended and not self._forks:
             lease = self._ended.popleft()
@@ -202,11 +194,12 @@ class SlabPool:
             lease.users.add(fork)
             fork.leases.append(lease)
         del self._forks[thread]
+        self._plan_drain()  # of what has ended since `before_fork`
         if fork.reading >= 0:
             self._await_end(fork)
 
     def _await_end(self, fork: _Fork) -> None:
-        os.close(fork.writing)
+        os.close(fork.writing)  # the child has the only other one: while this was open, too, nothing could hang up
         if not fork.leases:
             os.close(fork.reading)
             return
@@ -223,29 +216,6 @@ class SlabPool:
         os.close(fork.reading)
         for lease in fork.leases:
             lease.release(fork)
-        self.plan_trim()
-
-    # ------------------------------------------------------------------------------------------------------- idle
-    def plan_trim(self, delay_s: float = PERIOD_S) -> None:
-        """Give back after a while what is in heaps without an owner then. On the loop thread."""
-        if self.loop is not None and not self._trim_planned:
-            self._trim_planned = True
-            self.loop.call_later(delay_s, self._trim_some)
-
-    def _trim_some(self) -> None:
-        """Give a piece back, and plan the next."""
-        self._trim_planned = False
-        self.drain()
-        heap = next((heap for heap in self.ownerless if heap.idle), None)
-        if heap is not None and heap.give_back_some(SWEEP_BYTES):
-            self.plan_trim(0.0)
-
-    def trim(self) -> None:
-        """Give back all that nobody uses, now, but what workers have."""
-        self.drain()
-        for heap in self.ownerless:
-            while heap.give_back_some(SWEEP_BYTES):
-                pass
 
 
 _pools: dict[int, SlabPool] = {}  # by process: a forked child makes its own, and never frees what it inherited

@@ -1,12 +1,8 @@
-"""Batches that were fetched as a whole: there are no samples to collate.
-
-rows_in_memory  rows of tensors in memory, known by their numbers; gathered where the batch is to be
-ready           a batch that the dataset has collated itself
-"""
+"""A batch that was fetched as a whole: there are no samples to collate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,18 +27,3 @@ class Whole:
 
     def __len__(self) -> int:
         return self._count
-
-
-def ready(data: Any, count: int) -> Whole:
-    """Return a batch that the dataset has made. As without automatic batching, arrays in it become tensors."""
-    return Whole(count, lambda _: torch.utils.data.default_convert(data))  # type: ignore[no-untyped-call]
-
-
-def rows_in_memory(tensors: Sequence[torch.Tensor], numbers: NDArray[np.int64]) -> Whole:
-    """Return what torch's default collation makes of samples that are tuples of rows: a list of tensors.
-
-    Args:
-        tensors: A tensor for each entry of a sample.
-        numbers: Which rows, counted from 0.
-    """
-    return Whole(len(numbers), lambda gather: [gather(tensor, numbers) for tensor in tensors])

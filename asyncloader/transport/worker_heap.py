@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,7 @@ from asyncloader.transport.slab import SlabPool
 
 
 class WorkerHeap:
-    """A heap that one worker after the other owns, as this process sees it. Loop thread only.
-
-    Attributes:
-        idle: Without an owner, the regions that nobody uses.
-    """
+    """A heap that one worker after the other owns, as this process sees it. Loop thread only."""
 
     def __init__(self, pool: SlabPool) -> None:
         self._pool = pool
@@ -25,20 +21,16 @@ class WorkerHeap:
         self._has_owner = True
         self._sent: dict[int, Region] = {}  # by offset: named by a payload, and still in use here
         self._returned: list[int] = []  # offsets of regions that the owner is to be told of
-        self._left: list[Region] | None = None  # what the owner had, as it has told before its end
-        self.idle: list[Region] = []
 
     def __repr__(self) -> str:
-        return f"<WorkerHeap sent={list(self._sent)} idle={self.idle}>"
+        return f"<WorkerHeap sent={list(self._sent)}>"
 
     def hand_over(self, num_workers: int) -> Heap | None:
         """Return the heap for the worker that owns it from now on, one of so many; None: there is no shared memory."""
         if (arena := self._pool.arena) is None or not self._length:
             return None
-        idle, self.idle = self.idle, []
-        bound = self._pool.max_bytes
-        sent = self._sent.values()  # those that come free before the worker is there are told as any others
-        return Heap(arena, self._first, self._length, idle=idle, sent=sent, share=num_workers, max_bytes=bound)
+        sent = tuple(self._sent.values())  # those that come free before the worker is there are told as any others
+        return Heap(arena, self._first, self._length, sent=sent, share=num_workers)
 
     # ------------------------------------------------------------------------------------------------------- payloads
     @property
@@ -59,12 +51,12 @@ class WorkerHeap:
         return self._pool.lease(region, self._take_back)
 
     def _take_back(self, region: Region) -> None:
-        """Return a region to whoever owns the heap."""
+        """Return a region to whoever owns the heap; without an owner its memory is given back."""
         del self._sent[region.offset]
         if self._has_owner:
             self._returned.append(region.offset)
-        else:
-            self.idle.append(region)
+        elif self._pool.arena is not None:
+            self._pool.arena.punch(*region)
 
     def returned(self) -> list[int]:
         """Take the offsets of regions that the worker may write to again, to be sent to it."""
@@ -73,41 +65,23 @@ class WorkerHeap:
         return returned
 
     # ------------------------------------------------------------------------------------------------------- the end
-    def on_left(self, regions: Iterable[tuple[int, int]]) -> None:
-        """The worker has told what has memory in its heap. From now on it carves nothing."""
-        self._left = [Region(*each) for each in regions]
-
     def reclaim(self) -> None:
-        """The worker has ended, and writes no more: what it had is idle, but for what is in use here."""
+        """The worker has ended, and writes no more: give back what it had, but for what is in use here.
+
+        A worker that is told to end gives its idle memory back by itself, so next to nothing is left to do. A worker
+        that was killed may have had memory at any place.
+        """
         self._has_owner = False
         self._returned.clear()
-        if self._left is None and self._pool.arena is not None:
-            # It was killed, perhaps before it could name what it had carved: there is memory at any place.
+        if self._length:
+            assert self._pool.arena is not None
             for gap in gaps(self._first, self._first + self._length, self._sent.values()):
                 self._pool.arena.punch(*gap)
-        self.idle = [region for region in self._left or () if region.offset not in self._sent]
-        self._left = None
-        if self._length:
             self._pool.ownerless.append(self)
-            self._pool.plan_trim()
-
-    def give_back_some(self, nbytes: int) -> bool:
-        """Without an owner: give so much of what is idle back; return whether there was some."""
-        if not self.idle:
-            return False
-        assert self._pool.arena is not None
-        region = self.idle[-1]
-        piece = min(nbytes, region.capacity)
-        if not self._pool.arena.punch(region.offset + region.capacity - piece, piece):
-            return False  # the platform cannot: what is idle stays, for the next worker
-        region.capacity -= piece
-        if not region.capacity:
-            self.idle.pop()
-        return True
 
 
 def heap_for_a_worker(pool: SlabPool) -> WorkerHeap:
-    """Return a heap that has no owner, the warmest, or a new one; from now on it has an owner."""
+    """Return a heap that has no owner, or a new one; from now on it has an owner."""
     if not pool.ownerless:
         return WorkerHeap(pool)
     heap: WorkerHeap = pool.ownerless.pop()

@@ -24,14 +24,15 @@ from zlib import crc32
 
 import torch
 
-from asyncloader.epochs import changed, listeners, tell
+from asyncloader.epochs import EpochNotice, listeners, tell
 from asyncloader.messages.failure import (
+    OF_OPENING,
     BadSample,
     Blame,
+    CapturedError,
     EndOfData,
-    LocalError,
-    RemoteError,
     another,
+    with_notes,
 )
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
@@ -85,9 +86,11 @@ class Host:
         """Whether the worker cannot go on after this exception; otherwise it stands for the batch."""
         raise NotImplementedError
 
-    def capture(self, error: BaseException) -> RemoteError | LocalError:
-        """Make of an exception what the outcome of a failure holds: here the exception as it is."""
-        return LocalError(error, self.where)
+    def capture(self, error: BaseException) -> CapturedError:
+        """Make of an exception what the outcome of a failure holds."""
+        if self.is_remote:
+            return CapturedError.capture(error, self.where)
+        return CapturedError(type(error).__name__, self.where, error=error)
 
     def collator(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return what makes a batch of samples, or of a `Whole`, in memory that suits the host.
@@ -152,7 +155,7 @@ class BatchMaker:
         self._own_states: list[tuple[Any, Any]] = []  # as they are outside of samples
         self._reseeded: set[str] = set()  # by `worker_init_fn`
         self._epoch: EpochSpec
-        self._told: tuple[int | None, ...] = ()  # the epochs of the run before
+        self._notice: EpochNotice | None = None  # of the run before
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
         self._stalled_s, self._stalls_due_at = stalled_s(), perf_counter() + _STALLS_EVERY_S
@@ -188,7 +191,7 @@ class BatchMaker:
         try:
             yield
         except Exception as error:
-            self.failure = self._unfit = error
+            self.failure = self._unfit = with_notes(error, [OF_OPENING])
 
     def enter(self, epoch: EpochSpec) -> None:
         """Become a worker: seed, run ``worker_init_fn``."""
@@ -216,31 +219,34 @@ class BatchMaker:
             open_source: Opens that, of the dataset; `open_fetcher` unless samples are gathered by another.
         """
         self._epoch = epoch
-        before, self.keeper = self.keeper, None
+        keeper, self.keeper = self.keeper, None
         self.failure = self._unfit
         if self.failure is not None:
             return
         self.seeder = Seeder(epoch.key)
         spec, outside = self.spec, current.set(SampleContext(self.seeder, 0))
         try:
-            self._leave(before)
+            self._leave(keeper)
             restore(self._own_states)
             dataset = self._reseed_pipe(spec.dataset)
             # A copy that begins its first run may have been made late, of a dataset that had been told another epoch.
-            news, self._told = changed(epoch.epochs, self._told), epoch.epochs
-            tell(listeners(dataset), news)
+            before, self._notice = self._notice, epoch.notice
+            tell(listeners(dataset), epoch.notice.since(before), again=before is not None)
             if epoch.starts is not None:
                 start = epoch.starts[self._id]
                 self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self.host.is_remote)
-                tell(listeners(dataset), start.epochs)
+                if spec.is_iterable:
+                    tell(listeners(dataset), start.epochs, again=True)
             self._find_generators()
             is_special = self._seeds or spec.knows_places or spec.tolerates or self.keeper is not None
             self._may_be_plain = self._is_batched and not is_special
             self._is_plain = self._may_be_plain and self._is_known
             (open_source or self.open_fetcher)(dataset)
-            if self._fetch is not None and self.keeper is not None and self.keeper.made:
-                with self._aside():
-                    self._catch_up(self.keeper)
+            if self.keeper is not None and not spec.is_iterable:
+                if self._fetch is not None and self.keeper.made:
+                    with self._aside():
+                        self._catch_up(self.keeper)
+                tell(listeners(dataset), start.epochs, again=True)
         except Exception as error:
             self.failure = error
         finally:
@@ -285,7 +291,7 @@ class BatchMaker:
         """Whether each batch is seeded here, or each of its samples; otherwise blocks are at most."""
         return self.spec.seeds_each_batch or self.spec.seeds_each_sample
 
-    def pause_with(self, pause: Callable[[], object]) -> None:
+    def pause_with(self, pause: Callable[[], object] | None) -> None:
         """Have this called after each sample that `make` gets."""
         self._fetch.pause_with(pause)
 
@@ -295,6 +301,8 @@ class BatchMaker:
         self._fetch = make_fetcher(dataset, self.spec, iterator)
         if keeper is not None and isinstance(self._fetch, IterableFetcher):
             self._fetch.ended = keeper.attach(self._fetch.iterator)
+        if self.switch.is_on:
+            self.pause_with(partial(self.switch.end, None, is_last=True))
 
     def _reseed_pipe(self, dataset: Any) -> Any:
         if self._epoch.shared_seed is None:  # not an IterDataPipe
@@ -315,7 +323,7 @@ class BatchMaker:
 
     def answer(self, ticket: int, keys: Any, waited_s: float = 0.0) -> Outcome:
         """Make the batch of a ticket. An exception stands for the batch, unless the worker cannot go on after it."""
-        if self.failure is not None or type(keys) is RemoteError:
+        if self.failure is not None or type(keys) is CapturedError:
             return self.refused(ticket, keys)
         self.ticket, self.waited_s, self.began = ticket, waited_s, perf_counter()
         try:
@@ -374,7 +382,12 @@ class BatchMaker:
         """Return what is collated of samples that were fetched, and note the state of the dataset after them."""
         if not self._is_known:
             refuse_awaitables(samples, self.spec.dataset)
-            self._is_known, self._is_plain = True, self._may_be_plain
+            if self.switch.is_on:
+                self.switch.end(here, is_last=True)
+                self.switch.on_batch()
+                self.pause_with(None)
+            self._is_known = not self.switch.is_on
+            self._is_plain = self._is_known and self._may_be_plain
         if self.keeper is not None:
             self.snapshot = self.keeper.take(ended=self._fetch.ended)
         if here.first is not None:
@@ -448,7 +461,7 @@ class BatchMaker:
         keys = None if spec.is_iterable else keys if spec.auto_collation else [keys]
         name = namer(spec.dataset, of_batches=False)
         return [
-            BadSample(None if keys is None else name(keys[at]), at, RemoteError.capture(error, self.host.where))
+            BadSample(None if keys is None else name(keys[at]), at, CapturedError.capture(error, self.host.where))
             for at, error in sorted(errors.items())
         ]
 
@@ -472,21 +485,21 @@ class BatchMaker:
         return Outcome(Kind.FAILURE, self._record(work), None, captured, work.bad, work.snapshot)
 
     def _odd(self, samples: Any, bad: Sequence[BadSample]) -> Blame | None:
-        """Return the sample that keeps these from being collated, if there is one that stands out."""
-        if not self.spec.auto_collation or type(samples) is not list:
+        """Return the sample that keeps these from being collated by torch's default, if there is one."""
+        spec = self.spec
+        if not (spec.auto_collation and type(samples) is list and is_default(spec.collate_fn)):
             return None
-        if (odd := find_odd_sample(samples, must_be_alike=is_default(self.spec.collate_fn))) is None:
+        if (position := find_odd_sample(samples)) is None:
             return None
-        position, words = odd
-        if self.spec.on_error == "skip":  # they are not among the samples
+        if spec.on_error == "skip":  # bad samples are not among these
             left_out = {sample.position for sample in bad}
             there = (at for at in range(len(samples) + len(left_out)) if at not in left_out)
             position = next(islice(there, position, None))
-        return Blame(position, words)
+        return Blame(position, is_odd=True)
 
     def refused(self, ticket: int, keys: Any) -> Outcome:
         """Return what becomes of a ticket of which nothing can be made: of such keys, or as nothing could be opened."""
-        if type(keys) is RemoteError:  # they did not come out of their pickle
+        if type(keys) is CapturedError:  # they did not come out of their pickle
             return Outcome(Kind.REFUSED, self._record(Job(ticket)), error=keys)
         assert self.failure is not None
         return Outcome(Kind.FAILURE, self._record(Job(ticket)), error=self.host.capture(another(self.failure)))

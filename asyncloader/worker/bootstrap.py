@@ -1,7 +1,7 @@
 """The first steps of a worker process: its ends of the connections, signals, and what ends it with its parent.
 
-Imports next to nothing: under spawn that comes before :func:`gc.freeze`, and by the imports of torch and of the main
-module a collection has come near, which would take 60 ms.
+Imports next to nothing: under spawn that comes before :func:`gc.freeze`, and by the import of torch a collection has
+come near, which would take 60 ms.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import concurrent.futures.process
 import concurrent.futures.thread
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -19,19 +20,15 @@ import pickle
 import select
 import signal
 import socket
-import sys
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import spawn
+from functools import partial
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, NoReturn, cast
 
-from asyncloader.errors import MAIN_IS_IMPORTED, NO_GUARD, WorkerStartError
+from asyncloader.errors import NO_GUARD, WorkerStartError
 from asyncloader.messages.imports import forget_imports_of_others
 from asyncloader.worker.inherited import OpenFile, files_to_reopen
-
-if sys.platform != "win32":
-    import fcntl
 
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (9 if hasattr(signal, "SIGRTMIN") else 0)
 """Makes a worker write the stacks of its threads. Not SIGUSR1, which Slurm and Lightning use."""
@@ -41,13 +38,9 @@ _LARGEST_KEPT_BYTES = (32 << 20) - 8192  # with malloc's header and a page to sp
 CAN_TELL = b"\n"
 """The first that a worker writes into its pipe for output: from now on the signal does not end it."""
 
-_ABOVE_MAIN = (__file__, spawn.__file__, "<frozen runpy>")
-
 _kept: list[Any] = []
 """What a forked worker has of the trainer and takes out of its place. It stays, or a destructor would run, here. What
 multiprocessing takes out is kept by :func:`asyncloader.backends.processes.launching.start_process`."""
-
-_output = -1  # of a worker that is importing the main module
 
 CANNOT_START = "The worker could not be set up:\n"
 """Stands in its output before the exception, where that came before any of the user's code."""
@@ -84,25 +77,28 @@ def _rebuild(channel: Any, liveness: Any, output: Any) -> Ends:
 
 
 class Later:
-    """Something that a process that is not forked unpickles when it is asked for: after the main module was imported.
+    """Something that a process that is not forked unpickles when it is asked for.
 
-    Settings that the main module makes before it imports torch, such as environment variables, are in force then.
+    By then the process ends with its parent, and can tell what the unpickling, which may import torch, has raised.
     """
 
-    def __init__(self, content: Any, pickled: bytes | None = None) -> None:
+    def __init__(self, content: Any) -> None:
         self._content = content
-        self._pickled = pickled
+
+    def __call__(self) -> Any:
+        """Return it."""
+        return self._content
 
     def __reduce__(self) -> Any:
-        return Later, (None, bytes(ForkingPickler.dumps(self._content)))
-
-    def open(self) -> Any:
-        """Return it."""
-        return self._content if self._pickled is None else pickle.loads(self._pickled)
+        return partial, (pickle.loads, bytes(ForkingPickler.dumps(self._content)))
 
 
 def start(
-    worker_id: int, ends: Ends, work: Later, start_method: str, importing: frozenset[str], main: dict[str, str]
+    worker_id: int,
+    ends: Ends,
+    work: Callable[[], Any],
+    start_method: str,
+    importing: frozenset[str],
 ) -> None:
     """Make this process a worker and stay until told to end.
 
@@ -113,24 +109,23 @@ def start(
     Args:
         worker_id: From 0.
         ends: Connections to the parent.
-        work: A WorkerSpec, or what returns it when called; its heap of shared memory, or None; the run over the data
-            that the first tickets belong to.
+        work: Returns a WorkerSpec, or what returns it when called; its heap of shared memory, or None; the run over the
+            data that the first tickets belong to, or None where that is the first message.
         start_method: How the process was started.
         importing: The modules that the thread that iterates is in the middle of importing.
-        main: The main module, if it is to be imported here, as multiprocessing names it.
     """
     try:
         if start_method == "fork":
             forget_imports_of_others(importing)  # before anything is imported
         files = _become_worker(ends, start_method)
-        if main:
-            _import_main(main, ends.output)
         from asyncloader.worker.serve import serve
 
-        source, heap, epoch = work.open()
+        source, heap, epoch = work()
         del work
     except BaseException as error:
-        _give_up(ends.output, _shown(error))
+        import traceback
+
+        _give_up(ends.output, "".join(traceback.format_exception(error)))
 
     serve(worker_id, ends.channel, ends.output, source, heap, start_method, epoch, files)
 
@@ -142,48 +137,14 @@ def _give_up(output: int, why: str) -> NoReturn:
     os._exit(1)
 
 
-def _shown(error: BaseException) -> str:
-    """Return the traceback, from the user's code on where it has come so far."""
-    import traceback
-
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _ABOVE_MAIN:
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
-
-
-def _import_main(main: dict[str, str], output: int) -> None:
-    """Import the main module, as multiprocessing does, but connected: what happens can be told."""
-    global _output
-    process: Any = multiprocessing.current_process()
-    _output = output
-    process._inheriting = True
-    try:
-        spawn.prepare(main)
-    except BaseException as error:
-        error.add_note(MAIN_IS_IMPORTED)
-        raise
-    finally:
-        del process._inheriting
-        _output = -1
-
-
 def refuse_in_main() -> None:
     """Refuse to start workers while the main module is imported for one: they would import it, and so on.
 
-    A worker of ours ends here and now: nobody is interested in how its main module goes on from there.
-
     Raises:
-        WorkerStartError: in a process of the user's own.
-        SystemExit: in the fork server, which shows no traceback then.
+        WorkerStartError: in a worker, in the fork server, or in a process of the user's own.
     """
-    if not getattr(multiprocessing.current_process(), "_inheriting", False):
-        return
-    if _output >= 0:
-        _give_up(_output, NO_GUARD)
-    if multiprocessing.parent_process() is None:
-        raise SystemExit(f"The fork server ends. {NO_GUARD}")
-    raise WorkerStartError(NO_GUARD)
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise WorkerStartError(NO_GUARD)
 
 
 def _become_worker(ends: Ends, start_method: str) -> list[OpenFile]:
@@ -199,7 +160,9 @@ def _become_worker(ends: Ends, start_method: str) -> list[OpenFile]:
     # All objects that are here by now stay. Under fork a collection would write to, and so copy, every page that holds
     # objects of the trainer; and one over all that torch has brought takes 60 ms.
     gc.freeze()
-    _report_crashes(ends.output)
+    faulthandler.enable(ends.output, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, ends.output, all_threads=True, chain=False)
+    os.write(ends.output, CAN_TELL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # not before: the signal for stacks would have ended the process
     return files
 
@@ -235,21 +198,11 @@ def die_with_parent(liveness: int) -> None:
     A worker that is busy, or holds the interpreter's lock for ever, or left children behind, goes as well. The end of
     the channel would not do: siblings may hold copies of it, and a busy worker does not read.
     """
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(liveness, fcntl.F_SETOWN, -os.getpgrp() if _leads_a_group() else os.getpid())
-        fcntl.fcntl(liveness, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(liveness, fcntl.F_SETFL, fcntl.fcntl(liveness, fcntl.F_GETFL) | os.O_ASYNC)
-    else:
-        threading.Thread(target=_watch, args=(liveness,), name="liveness", daemon=True).start()
+    fcntl.fcntl(liveness, fcntl.F_SETOWN, -os.getpgrp() if _leads_a_group() else os.getpid())
+    fcntl.fcntl(liveness, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(liveness, fcntl.F_SETFL, fcntl.fcntl(liveness, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([liveness], [], [], 0)[0]:
         os._exit(1)  # it was gone already
-
-
-def _watch(liveness: int) -> None:
-    os.read(liveness, 1)
-    if _leads_a_group():
-        os.killpg(0, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leads_a_group() -> bool:
@@ -265,9 +218,3 @@ def _forget_the_parents_exit() -> None:
     _kept.extend([*wakeups.values(), *queues.values()])
     wakeups.clear()
     queues.clear()
-
-
-def _report_crashes(output: int) -> None:
-    faulthandler.enable(output, all_threads=True)
-    faulthandler.register(STACK_SIGNAL, output, all_threads=True, chain=False)
-    os.write(output, CAN_TELL)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import select
 import socket
+import struct
 from collections.abc import Iterator
-from itertools import chain
 
 from asyncloader.messages.frames import Buffer, FrameBuffer, frame
 
@@ -13,16 +12,24 @@ _JOINED_BYTES = 256 << 10
 """A frame up to this size is one call. The parts of a larger one are large, so that to copy them would take longer."""
 
 
+SILENCE_S = 10.0
+_TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
+
+
 class WorkerChannel:
     """The worker's end: blocking, in the thread that serves."""
 
     def __init__(self, sock: socket.socket) -> None:
+        # The kernel ends a blocking read after so long: to wait by a call of its own would be one more for each read.
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(round(1e6 * SILENCE_S), 1_000_000))
+        )
         self._sock = sock
         self._incoming = FrameBuffer()
         self._frames: Iterator[tuple[int, memoryview]] = iter(())  # that came with the last read
 
     def receive(self, *, wait: bool) -> tuple[int, Buffer] | None:
-        """Return the next frame; None if there is none and ``wait`` is false.
+        """Return the next frame; None if there is none, or none within ten seconds where ``wait`` is true.
 
         Raises:
             EOFError: if the parent is gone.
@@ -38,15 +45,6 @@ class WorkerChannel:
             self._frames = iter(self._incoming.frames())
         kind, body = found
         return kind, body if body.readonly else bytes(body)
-
-    def is_silent(self, seconds: float) -> bool:
-        """Wait for so long; whether nothing comes."""
-        for first in self._frames:
-            self._frames = chain((first,), self._frames)
-            return False
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        return not poller.poll(1_000 * seconds)
 
     def fileno(self) -> int:
         """Return the descriptor, for a loop to watch."""

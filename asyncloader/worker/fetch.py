@@ -45,12 +45,12 @@ class MapFetcher:
         self._whole = WholeBatches(dataset, spec)
         self._by_batch = not self._whole.by_sample and getattr(dataset, "__getitems__", None) is not None
         is_special = self._by_batch or self._whole.is_in_memory or self._tolerates or spec.knows_places
-        self._is_plain = self._auto_collation and not is_special
+        self._is_plain = self._may_be_plain = self._auto_collation and not is_special
         self.errors: dict[int, Exception] = {}
 
-    def pause_with(self, pause: Callable[[], object]) -> None:
+    def pause_with(self, pause: Callable[[], object] | None) -> None:
         """Have this called after each sample."""
-        self._pause, self._is_plain = pause, False
+        self._pause, self._is_plain = pause, self._may_be_plain and pause is None
 
     def __call__(self, keys: Any, here: SampleContext) -> Any:
         """Return the list of samples, or a `Whole`; without automatic batching a list of the one sample."""
@@ -121,7 +121,7 @@ class IterableFetcher:
         self.errors: dict[int, Exception] = {}
         self._spec = spec
 
-    def pause_with(self, pause: Callable[[], object]) -> None:
+    def pause_with(self, pause: Callable[[], object] | None) -> None:
         """Have this called after each sample."""
         self._pause = pause
 
@@ -157,17 +157,6 @@ def is_over(iterator: Any) -> bool:
     if inspect.isasyncgen(iterator):
         return iterator.ag_frame is None
     return inspect.isgenerator(iterator) and iterator.gi_frame is None
-
-
-async def settle(sample: Any) -> Any:
-    """Await a sample, or what a StackDataset put together of the samples of several datasets."""
-    if hasattr(type(sample), "__await__"):
-        return await sample
-    if type(sample) is tuple:
-        return tuple(await asyncio.gather(*map(settle, sample)))
-    if type(sample) is dict:
-        return dict(zip(sample, await asyncio.gather(*map(settle, sample.values())), strict=True))
-    return sample
 
 
 def discard(sample: Any) -> None:

@@ -5,29 +5,25 @@ A dataset with ``collated = True`` says that its ``__getitems__`` returns a batc
 
 Nothing is remembered from batch to batch, so whoever changes tensors or indices between two batches gets what torch
 would give. All other cases are fetched sample by sample, as torch does: keys that are no whole numbers, or out of
-range, tensors that require grad, several datasets in one, subclasses with methods of their own. Each such sample then
-raises, or is skipped, as it would have been.
+range, tensors that require grad, several datasets in one, subclasses. Each such sample then raises, or is skipped, as
+it would have been.
 """
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset, default_convert
 
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, is_collated, seeds_samples
 from asyncloader.transport.collate import is_default, stacks_tuples
-from asyncloader.transport.whole import Whole, ready, rows_in_memory
-
-Array = NDArray[np.int64]
+from asyncloader.transport.whole import Whole
 
 _METHODS = {kind: (kind.__getitem__, getattr(kind, "__getitems__", None)) for kind in (TensorDataset, Subset)}
-_WHOLE_NUMBERS = frozenset({int, np.int64, np.int32, np.int16, np.int8, np.uint32, np.uint16, np.uint8})
+_WHOLE_NUMBERS = frozenset({int, np.int64, np.int32})
 
 
 class WholeBatches:
@@ -61,7 +57,9 @@ class WholeBatches:
         """Return what ``__getitems__`` returned of these keys, as a batch if that is what it is."""
         if not (self.is_collated and self._is_default):
             return samples
-        return ready(samples, len(keys) if hasattr(keys, "__len__") else 1)
+        # As without automatic batching, arrays become tensors.
+        count = len(keys) if hasattr(keys, "__len__") else 1
+        return Whole(count, lambda _: default_convert(samples))  # type: ignore[no-untyped-call]
 
 
 def is_in_memory(dataset: Any) -> bool:
@@ -73,57 +71,29 @@ def is_in_memory(dataset: Any) -> bool:
 def rows_of(dataset: Any, keys: Any) -> Whole | None:
     """Return the rows of a batch; None if it is to be fetched sample by sample."""
     try:
+        count = len(keys)  # first: what has no length may be an iterator, which can be read only once
         while (kind := _kind(dataset)) is Subset:
-            dataset, keys = dataset.dataset, _picked(dataset.indices, keys)
-        if kind is None or not len(keys):
+            dataset, keys = dataset.dataset, [*map(dataset.indices.__getitem__, keys)]
+        if kind is None or not (count and _WHOLE_NUMBERS.issuperset(map(type, keys))):
             return None
         tensors = dataset.tensors
         length = len(tensors[0])
-        numbers = _numbers(keys, length)
-        if all(len(tensor) == length and _is_plain(tensor) for tensor in tensors):
-            return rows_in_memory(tensors, numbers)
+        numbers = np.fromiter(keys, np.int64, count)
+        numbers += length * (numbers < 0)
+        is_there = numbers.min() >= 0 and numbers.max() < length
+        if is_there and all(len(tensor) == length and _is_plain(tensor) for tensor in tensors):
+            # What torch's default collation makes of samples that are tuples of rows is a list of tensors.
+            return Whole(count, lambda gather: [gather(tensor, numbers) for tensor in tensors])
     except Exception:  # what it is about is raised by its sample
         pass
     return None
 
 
-def _kind(dataset: Any) -> Any:
-    """Return which of the classes above gets the samples of a dataset; None if it is another one."""
-    for kind, methods in _METHODS.items():
-        if isinstance(dataset, kind):
-            return kind if _has_methods(dataset, *methods) else None
-    return None
-
-
-def _has_methods(dataset: Any, getitem: Any, getitems: Any) -> bool:
-    own = getattr(dataset, "__getitems__", None)
-    is_same = not own if getitems is None else getattr(own, "__func__", None) is getitems
-    return is_same and type(dataset).__getitem__ is getitem
-
-
-def _picked(indices: Any, keys: Any) -> Any:
-    """Return ``[indices[key] for key in keys]``."""
-    if type(indices) is np.ndarray and indices.ndim == 1:
-        return indices[_numbers(keys, len(indices))]
-    if type(keys) is np.ndarray:
-        keys = keys.tolist()
-    return itemgetter(*keys)(indices) if len(keys) > 1 else [indices[key] for key in keys]
-
-
-def _numbers(keys: Any, count: int) -> Array:
-    """Return keys as numbers from 0 on below ``count``."""
-    if type(keys) is np.ndarray and keys.ndim == 1 and keys.dtype.type in _WHOLE_NUMBERS:
-        numbers = keys.astype(np.int64)
-    elif type(keys) in (list, tuple, range) and _WHOLE_NUMBERS.issuperset(map(type, keys)):
-        numbers = np.fromiter(keys, np.int64, len(keys))
-    else:
-        raise LookupError
-    if len(numbers) and int(numbers.view(np.uint64).max()) < count:  # negative ones are large then
-        return numbers
-    numbers = np.where(numbers < 0, numbers + count, numbers)
-    if not (numbers.min() >= 0 and numbers.max() < count):
-        raise LookupError
-    return numbers
+def _kind(dataset: Any) -> type | None:
+    """Return which of torch's classes above a dataset is, with the methods that torch has given it; None for others."""
+    kind = type(dataset)
+    methods = getattr(kind, "__getitem__", None), getattr(kind, "__getitems__", None)
+    return kind if _METHODS.get(kind) == methods and "__getitems__" not in vars(dataset) else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

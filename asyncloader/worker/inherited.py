@@ -13,13 +13,16 @@ import contextlib
 import fcntl
 import os
 import stat
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from asyncloader.log import log
 
-_FOLDER = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-_O_PATH = getattr(os, "O_PATH", 0)
+_FOLDER = "/proc/self/fd"
+
+_MOST_ALIKE = 16
+"""A copy is looked for among so many descriptors of its file: a thousand mapped arrays of one file have one each."""
 
 
 class OpenFile(NamedTuple):
@@ -29,23 +32,46 @@ class OpenFile(NamedTuple):
         fd: Its descriptor.
         flags: Its access mode and status flags.
         offset: Where it is read next.
+        first: The first of the descriptors that share the offset: the descriptor itself, unless that is a copy.
     """
 
     fd: int
     flags: int
     offset: int
+    first: int
 
 
 def files_to_reopen() -> list[OpenFile]:
     """Return the regular files that are open for reading only, with their offsets of now: to be called at the fork."""
     found: list[OpenFile] = []
+    by_file: dict[tuple[int, int], deque[int]] = {}
     for fd, status in _inherited():
         if stat.S_ISREG(status.st_mode):
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-            if flags & os.O_ACCMODE == os.O_RDONLY and not flags & _O_PATH:
+            if flags & os.O_ACCMODE == os.O_RDONLY and not flags & os.O_PATH:
                 with contextlib.suppress(OSError):  # some files of the kernel's have no offset
-                    found.append(OpenFile(fd, flags, os.lseek(fd, 0, os.SEEK_CUR)))
+                    offset = os.lseek(fd, 0, os.SEEK_CUR)
+                    alike = by_file.setdefault((status.st_dev, status.st_ino), deque(maxlen=_MOST_ALIKE))
+                    found.append(OpenFile(fd, flags, offset, next((each for each in alike if _is_copy(fd, each)), fd)))
+                    alike.append(fd)
     return found
+
+
+def _is_copy(fd: int, other: int) -> bool:
+    """Whether one descriptor is a copy (``os.dup``) of another: then the owner of the one is the owner of the other.
+
+    The kernel sends signals to owners, but none about regular files. Other workers ask at the same time, each with its
+    own pid, and may come in between.
+    """
+    pid = os.getpid()
+    with contextlib.suppress(OSError):
+        while True:
+            fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
+            owner = fcntl.fcntl(other, fcntl.F_GETOWN)
+            if pid in (owner, fcntl.fcntl(fd, fcntl.F_GETOWN)):
+                fcntl.fcntl(fd, fcntl.F_SETOWN, 0)
+                return owner == pid
+    return False
 
 
 def reopen(files: Iterable[OpenFile]) -> None:
@@ -53,12 +79,16 @@ def reopen(files: Iterable[OpenFile]) -> None:
 
     The link in /proc leads to the file itself, though it was renamed or deleted, or never had a name.
     """
-    for fd, flags, offset in files:
+    for fd, flags, offset, first in files:
         try:
+            inheritable = os.get_inheritable(fd)
+            if first != fd:
+                os.dup2(first, fd, inheritable)
+                continue
             new = os.open(f"{_FOLDER}/{fd}", flags & ~os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.lseek(new, offset, os.SEEK_SET)
-                os.dup2(new, fd, inheritable=os.get_inheritable(fd))
+                os.dup2(new, fd, inheritable)
             finally:
                 os.close(new)
         except OSError as error:

@@ -12,8 +12,8 @@ The contract, whatever gets the samples (tasks here, threads in :mod:`asyncloade
   before it waited for: if several samples cost the batch, the error of the first one in the batch is raised, as without
   overlap. Where bad samples are tolerated, all are waited for. An error that ends the worker is told at once.
 - what comes of a position that is not in `Job.pending` any more is dropped.
-- cancellation: `drop` cancels everything in flight; `finished` is not called for what was dropped. `leave` does so too,
-  but lets a stream come to its next sample, or to its end.
+- cancellation: `drop` cancels everything in flight, but lets a stream come to its next sample, or to its end;
+  `finished` is not called for what was dropped.
 
 All of it belongs to one loop thread.
 """
@@ -27,18 +27,15 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from torch.utils.data import StackDataset
-
-from asyncloader.async_face import batch_method, sample_method
-from asyncloader.protocols import has_samples, members
+from asyncloader.async_face import batch_method, resolved, sample_method
+from asyncloader.loops import GuardedLoop
+from asyncloader.protocols import has_samples
 from asyncloader.seeding.sample_context import BATCH, Placed, SampleContext, enter
 from asyncloader.seeding.switch import steps
 from asyncloader.worker.batch_maker import BatchMaker
-from asyncloader.worker.fetch import settle
 from asyncloader.worker.gather import WholeBatches
-from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.job import Job
-from asyncloader.worker.stacks import task_stack
+from asyncloader.worker.stacks import await_stack
 
 _TASKS_SHOWN = 3
 
@@ -96,18 +93,15 @@ class Overlap:
         self._waiting.clear()
         for job in jobs.values():
             self._cancel(job)
-
-    def leave(self) -> None:
-        """Forget all jobs; what is in flight is cancelled, or comes to its end by itself."""
-        self.drop()
+            job.errors.clear()  # their tracebacks refer to frames that have the job
 
     async def aclose(self, *, runs_on: bool = False) -> None:
-        """Leave everything, and wait until nothing runs any more.
+        """Drop everything, and wait until nothing runs any more.
 
         Args:
             runs_on: The dataset goes on from here in another run.
         """
-        self.leave()
+        self.drop()
         while self._cancelled:
             await asyncio.wait(tuple(self._cancelled))
 
@@ -121,7 +115,7 @@ class Overlap:
         words = f"{missing} of the {job.count} samples of the batch are not here yet.\n"
         if left:
             words += f"{left} of them were not asked for: all slots are taken by earlier samples.\n"
-        stacks = [stack for task in tuple(job.pending.values()) if task is not None and (stack := task_stack(task))]
+        stacks = [stack for task in tuple(job.pending.values()) if task is not None and (stack := await_stack(task))]
         return words + "".join(f"A sample is at:\n{stack}" for stack in list(dict.fromkeys(stacks))[:_TASKS_SHOWN])
 
     def _fill(self) -> None:
@@ -207,7 +201,6 @@ class TaskFetcher(Overlap):
         if self._auto_collation and not self._whole.by_sample:
             self._get_samples = self._batch_method(dataset)
         self._is_filling = False
-        self._is_simple = not any(isinstance(member, StackDataset) for member in members(dataset))
 
     def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
         return sample_method(dataset)
@@ -262,9 +255,9 @@ class TaskFetcher(Overlap):
         if hasattr(type(sample), "__await__"):
             sample = await sample
         if position != BATCH:
-            return sample if self._is_simple else await settle(sample)
+            return sample
         if not self._whole.is_collated and any(hasattr(type(each), "__await__") for each in sample):
-            return await asyncio.gather(*map(settle, sample))
+            return await asyncio.gather(*map(resolved, sample))
         return sample
 
     async def _get(self, job: Job, position: int) -> None:
@@ -274,7 +267,7 @@ class TaskFetcher(Overlap):
         try:
             if self._steps.is_on:
                 sample = await steps(self._steps, here, self._sample(job, position))
-            elif self._is_simple and position != BATCH:
+            elif position != BATCH:
                 sample = self._ask(job, position)
                 if hasattr(type(sample), "__await__"):
                     sample = await sample

@@ -14,13 +14,13 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from asyncloader.messages.failure import EndOfData, RemoteError
+from asyncloader import loops
+from asyncloader.loops import GuardedLoop
+from asyncloader.messages.failure import CapturedError, EndOfData
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.protocols import is_resource, members
 from asyncloader.seeding.sample_context import begin_task, tell_tasks_apart
 from asyncloader.seeding.switch import GeneratorSwitch
-from asyncloader.worker import loops
-from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.job import Job
 from asyncloader.worker.overlap import Overlap, TaskFetcher
 from asyncloader.worker.serial_loop import SerialLoop
@@ -104,7 +104,7 @@ class OverlapLoop(SerialLoop):
     def _begin(self) -> None:
         if self._overlap is not None:
             # Nothing of the last run is finished from now on, also if this run cannot begin: it would be told as of it.
-            self._overlap.leave()
+            self._overlap.drop()
         if self._is_open:
             super()._begin()
 
@@ -164,7 +164,7 @@ class OverlapLoop(SerialLoop):
         """Hand tickets on, once the dataset is open."""
         while self._is_open and self._tickets:
             ticket, keys = self._tickets.popleft()
-            if self._maker.failure is not None or type(keys) is RemoteError:
+            if self._maker.failure is not None or type(keys) is CapturedError:
                 self._transport.send_outcome([self._maker.refused(ticket, keys)])
             elif self._overlap is not None and not self._ended:
                 self._overlap.add(ticket, keys, perf_counter() - self._idle_since if self._overlap.is_idle else 0.0)

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from asyncloader.messages.failure import with_notes
 from asyncloader.messages.messages import EpochSpec, WorkerSpec
@@ -32,7 +32,7 @@ def serve(
     source: Any,
     heap: Any,
     start_method: str,
-    epoch: EpochSpec,
+    epoch: EpochSpec | None,
     files: Iterable[OpenFile],
 ) -> None:
     """Stay until told to end; see :func:`asyncloader.worker.bootstrap.start`, which calls it."""
@@ -43,6 +43,8 @@ def serve(
         transport = ProcessTransport(worker_id, channel, None if heap is None or heap.arena is None else heap)
         transport.come_up()  # before the source is opened, which may call the user's code
         reopen(files)  # after the worker has said that it is up: a network drive may take its time
+        if epoch is None:  # this process was not forked: it is the first message
+            epoch = cast(Any, transport.receive(wait=True))[1]
         loop = make_loop(worker_id, transport, epoch, opened(source))
         del source
         loop.work()
@@ -93,7 +95,7 @@ def _leave(error: BaseException, output: int) -> None:
     if not isinstance(error, (SystemExit, KeyboardInterrupt)):  # the main process raises the latter by itself
         traceback.print_exception(error)
     _clean_up()
-    os._exit(exit_code(error))
+    os._exit(exit_code(error))  # threads that the dataset has started may not end, and would keep the process
 
 
 def exit_code(error: BaseException) -> int:

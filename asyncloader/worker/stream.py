@@ -16,13 +16,14 @@ from typing import Any
 
 from torch.utils.data import ChainDataset
 
+from asyncloader.async_face import resolved
 from asyncloader.messages.snapshot import Keeper
-from asyncloader.protocols import is_async, reads_async
+from asyncloader.protocols import answers_of, is_async, reads_async
 from asyncloader.seeding import sample_context
-from asyncloader.worker.fetch import discard, is_over, settle
+from asyncloader.worker.fetch import discard, is_over
 from asyncloader.worker.job import Job
 from asyncloader.worker.overlap import Overlap
-from asyncloader.worker.stacks import generator_stack, task_stack
+from asyncloader.worker.stacks import await_stack
 
 _PATIENCE_S = 1.0
 """A stream that is left has so long to come to its next sample, or to its end, before that is cancelled: what it awaits
@@ -78,11 +79,6 @@ class Stream(Overlap):
             super().add(ticket, keys, waited_s)
 
     def drop(self) -> None:
-        """Forget all jobs, cancel what is in flight, and stop reading."""
-        self.leave()
-        self._reader.cancel()
-
-    def leave(self) -> None:
         """Forget all jobs, and read nothing more. A read that the iterator awaits is not cancelled yet."""
         super().drop()
         self._too_late.clear()
@@ -91,7 +87,7 @@ class Stream(Overlap):
 
     async def aclose(self, *, runs_on: bool = False) -> None:
         """Leave everything, and let the iterator end in its own way."""
-        self.leave()
+        self.drop()
         try:
             await asyncio.wait({self._reader}, timeout=_PATIENCE_S)
         finally:
@@ -112,7 +108,7 @@ class Stream(Overlap):
         """Tell at which await the samples of a job are, or the reader."""
         words = super().where(ticket)
         if self._reading is not None and self._reading.ticket <= ticket:
-            words += f"The dataset is read at:\n{generator_stack(self._iterator) or task_stack(self._reader)}"
+            words += f"The dataset is read at:\n{await_stack(self._iterator) or await_stack(self._reader)}"
         return words
 
     def _fill(self) -> None:
@@ -216,7 +212,7 @@ class Stream(Overlap):
         sample_context.enter(self._seeder, job.ticket, position)
         error: BaseException | None = None
         try:
-            sample = await settle(sample)
+            sample = await resolved(sample)
         except BaseException as raised:
             if position not in job.pending and isinstance(raised, asyncio.CancelledError):
                 raise
@@ -290,10 +286,10 @@ async def _chain(datasets: Iterable[Any]) -> AsyncIterator[Any]:
     for dataset in datasets:
         iterator = open_stream(dataset)
         if hasattr(type(iterator), "__anext__"):
-            async for sample in iterator:
+            while (sample := await anext(iterator, _END)) is not _END:  # it is not iterated over anew
                 yield sample
         else:
-            for sample in iterator:
+            for sample in answers_of(iterator):
                 yield sample
 
 

@@ -25,7 +25,6 @@ from typing import Any
 
 from asyncloader import threads
 from asyncloader.messages.modes import Modes
-from asyncloader.seeding.sample_context import BATCH
 from asyncloader.stack_text import stack_of
 from asyncloader.worker.fetch import refuse_awaitables
 from asyncloader.worker.job import Job
@@ -46,6 +45,14 @@ class ThreadFetcher(TaskFetcher):
         self._done: deque[tuple[Job, int, Any, BaseException | None]] = deque()
         self._is_told = False  # the loop will look at what is done
         self._ended = asyncio.Semaphore(0)  # counts threads
+        try:
+            self._start_thread()
+        except RuntimeError as error:
+            error.add_note(
+                "Samples are fetched on threads (concurrency=), and the system allows not even one: see `ulimit -u` "
+                "and, in containers, the limit of processes (pids.max)."
+            )
+            raise
 
     def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
         return partial(getitem, dataset)
@@ -80,24 +87,13 @@ class ThreadFetcher(TaskFetcher):
         super()._ask_for_samples()
         try:
             while self._samples.qsize() and len(self._threads) < self._most:
-                run = partial(contextvars.copy_context().run, self._serve)
-                self._threads.append(threads.start(run, f"asyncloader sample thread {len(self._threads)}"))
-        except RuntimeError as error:  # the system has no room for one more
-            self._most = len(self._threads) or self._most
-            if not self._threads:
-                self._give_up(error)
+                self._start_thread()
+        except RuntimeError:  # the system has no room for one more
+            self._most = len(self._threads)
 
-    def _give_up(self, error: RuntimeError) -> None:
-        """The system allows not even one thread: that is what becomes of all jobs."""
-        error.add_note(
-            f"Samples are fetched on up to {self._most} threads (concurrency=), and the system allows not even one: "
-            "see `ulimit -u` and, in containers, the limit of processes (pids.max)."
-        )
-        self._waiting.clear()
-        for job in tuple(self._jobs.values()):
-            job.pending.clear()
-            job.errors, job.fatal_at = {BATCH: error}, BATCH
-            self._conclude(job)
+    def _start_thread(self) -> None:
+        run = partial(contextvars.copy_context().run, self._serve)
+        self._threads.append(threads.start(run, f"asyncloader sample thread {len(self._threads)}"))
 
     def _start(self, job: Job, position: int) -> None:
         job.pending[position] = None
@@ -145,7 +141,9 @@ class ThreadFetcher(TaskFetcher):
             self._steps.end(None, is_last=True)
         self._done.append((job, position, sample, error))
         del job, sample, error  # a traceback refers to this frame
-        if not self._is_told:  # looked at after the sample is there: `_take_done` does it the other way round
+        # Either this thread finds `_is_told` false, and tells; or the loop has not come to `_take_done`, which sets it
+        # false and empties the deque after that: the sample is in there already.
+        if not self._is_told:
             self._is_told = True
             self._tell(self._take_done)
 

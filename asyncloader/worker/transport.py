@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.utils.data._utils.worker as torch_worker
 
-from asyncloader.messages.failure import RemoteError
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.frames import Buffer
 from asyncloader.messages.messages import Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome, pack
@@ -34,10 +34,6 @@ from asyncloader.transport.heap import Heap
 from asyncloader.transport.whole import Whole
 from asyncloader.worker.batch_maker import Host
 from asyncloader.worker.channel import WorkerChannel
-from asyncloader.worker.guarded_loop import GuardedLoop
-
-_IDLE_S = 10.0
-"""A worker that has had nothing to do for so long, as between epochs, gives back its slabs: others may need them."""
 
 _CUDA_HERE = (
     "A worker process has initialised CUDA. Each worker that does so holds a context of its own: hundreds of MB of GPU "
@@ -110,7 +106,6 @@ class ProcessTransport(WorkerTransport):
         self._channel = channel
         self._heap = heap
         self._encoder = Encoder(heap)
-        self._patience_s = _IDLE_S
         self._stacker: collate.Stacker
         self._warns_of_cuda = worker_id == 0  # one warning is enough; the other workers run the same code
 
@@ -131,21 +126,20 @@ class ProcessTransport(WorkerTransport):
         self._encoder.watch_forks()
 
     def leave(self) -> None:
-        """Let go of the dataset that ``get_worker_info()`` refers to, and leave the heap to the next worker."""
+        """Let go of the dataset that ``get_worker_info()`` refers to; no batch is made after this."""
         torch_worker._worker_info = None
         if self._heap is not None:
-            # No batch is made after this. A worker that is killed before tells nothing, and leaves no warm memory.
-            self.send(Kind.HEAP, [(region.offset, region.capacity) for region in self._heap.regions()])
+            self._heap.trim()  # here, where nobody waits: it takes a quarter of a second for a GB
 
     # ------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, *, wait: bool) -> tuple[int, Any] | None:
         """Return the next message. Slabs that came back with it are known."""
         try:
-            if wait and self._heap is not None and self._heap.reserved and self._channel.is_silent(self._patience_s):
-                self._patience_s *= 2  # the trainer may keep the last batches for long
-                self.send(Kind.IDLE)
-            frame = self._channel.receive(wait=wait)
+            while (frame := self._channel.receive(wait=wait)) is None and wait:
+                # Between two epochs, say: slabs that nobody uses are given back, since others may need them.
+                if self._heap is not None and self._heap.reserved:
+                    self.send(Kind.IDLE)
         except (EOFError, OSError) as error:
             raise ParentGone from error
         if frame is None:
@@ -159,14 +153,12 @@ class ProcessTransport(WorkerTransport):
         returned, tickets = unpack_tickets(body)
         if self._heap is not None:
             self._heap.returned(returned)
-            if tickets:
-                self._patience_s = _IDLE_S
-            else:  # the answer to IDLE
+            if not tickets:  # the answer to IDLE
                 self._heap.trim()
         return [(ticket, self._keys(pickled)) for ticket, pickled in tickets]
 
     def _keys(self, pickled: Buffer) -> Any:
-        """Unpickle keys; return what that raises as a `RemoteError` in their place."""
+        """Unpickle keys; return what that raises as a `CapturedError` in their place."""
         try:
             return pickle.loads(pickled)
         except BaseException as error:  # SystemExit too: it is that of the ticket
@@ -189,10 +181,6 @@ class ProcessTransport(WorkerTransport):
     def ends(self, error: BaseException) -> bool:
         """As torch: SystemExit and the like end the process. A cancelled task of the dataset's own is no reason to."""
         return not isinstance(error, (Exception, asyncio.CancelledError))
-
-    def capture(self, error: BaseException) -> RemoteError:
-        """Make of an exception what crosses the channel."""
-        return RemoteError.capture(error, self.where)
 
     def collator(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return what makes a batch, straight into slabs where torch's default does it."""

@@ -24,10 +24,10 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any, Generic, TypeVar, cast
 
 from asyncloader.errors import LoaderClosedError
+from asyncloader.protocols import answers_of
 from asyncloader.run.base_iterator import ASYNC_FOR, FOR, ClosableIterator, check_face, check_owner
 
 T_co = TypeVar("T_co", covariant=True)
@@ -63,7 +63,7 @@ class IteratorWrapper(ClosableIterator):
 
     def __init__(self, inner: Any, prefetch: int = 0, *, takes_states: bool = True) -> None:
         self._inner = self.source = inner
-        self._feed = map(next, repeat(inner))  # not iterated over anew for each batch: some iterators begin anew then
+        self._feed = answers_of(inner)
         self._prefetch = prefetch
         self._takes_states = takes_states
         self._pid = os.getpid()
@@ -72,6 +72,7 @@ class IteratorWrapper(ClosableIterator):
         self.held: deque[tuple[Any, BaseException | None]] = deque()
         self.states: deque[Any] = deque()
         self._taken: list[Any] = []  # the batch that `receive` is at
+        self._after_end: list[Any] = []  # the state after the end, if that was taken ahead of another iterator's begin
         self.begin()
 
     # ------------------------------------------------------------------------------------------ what a wrapper may do
@@ -81,6 +82,7 @@ class IteratorWrapper(ClosableIterator):
         self.held.clear()
         self.states.clear()
         self._taken.clear()
+        self._after_end.clear()
         self._face = ""  # the first call decides
         self.over: Callable[[], BaseException] | None = None
 
@@ -142,6 +144,7 @@ class IteratorWrapper(ClosableIterator):
         if isinstance(error, StopAsyncIteration):
             self.end(StopAsyncIteration)
             self.states.clear()
+            self.states.extend(self._after_end)
         try:
             raise error
         finally:
@@ -163,6 +166,12 @@ class IteratorWrapper(ClosableIterator):
         self._taken.clear()
         self.held.append((received, raised))
         del raised
+
+    def keep_state_after_end(self) -> None:
+        """Take the state after the end, if that is held: another iterator begins, of which the loader speaks then."""
+        has_end = any(isinstance(error, StopAsyncIteration) for _, error in tuple(self.held))
+        if has_end and not self._after_end and _first(self.states) is not None:
+            self._after_end[:] = [self.source.state_dict()]
 
     async def _take(self) -> Any:
         if self._in_async_for:
@@ -233,12 +242,16 @@ class LoaderWrapper(Generic[T_co]):
         self._states: dict[weakref.ref[IteratorWrapper], deque[Any]] = {}
 
     def __iter__(self) -> Iterator[T_co]:
-        return cast(Iterator[T_co], self._begun(iter(self.loader)))
+        return cast(Iterator[T_co], self._begin(iter))
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        return cast(AsyncIterator[T_co], self._begun(aiter(self.loader)))
+        return cast(AsyncIterator[T_co], self._begin(aiter))
 
-    def _begun(self, inner: Any) -> Any:
+    def _begin(self, begin: Callable[[Any], Any]) -> Any:
+        for each in self._alive():
+            if each.over is None:
+                each.keep_state_after_end()
+        inner = begin(self.loader)
         for reference in tuple(self._states):
             if (iterator := reference()) is not None and iterator._inner is inner:
                 iterator.begin()  # with persistent workers, one iterator begins run after run

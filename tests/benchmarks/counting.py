@@ -28,7 +28,7 @@ def measure(bench: Bench) -> None:
     def take() -> None:
         now = perf_counter()
         meter.made(1, [record])
-        meter.took(0.0, now, [*record, 1, 1, 1000, now, now, now, 0.0, now, now], 4, 2)
+        meter.add([*record, 1, 1, 1000, now, now, now, 0.0, now, now, now, now, 4, 2, now])
 
     def snapshot() -> float:
         began = thread_time()

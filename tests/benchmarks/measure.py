@@ -34,6 +34,8 @@ from torch.utils.data import DataLoader as TorchLoader
 
 HELPERS = ("multiprocessing.forkserver", "resource_tracker", "tests.services.")
 PACKAGES = ("torch", "numpy", "uvloop", "asyncloader", "torchdata", "spdl-core", "grain", "pillow")
+OTHERS = ("litdata", "turboloader", "datago", "dataloader-rs", "dlio-benchmark")  # what only `outsiders` measures
+ABSENT = "not installed"
 OUR_OPTIONS = {"max_buffered_bytes", "scheduling", "seeding", "concurrency"}
 
 
@@ -225,7 +227,8 @@ def _shared_bytes() -> int:
 
 def machine() -> dict[str, str]:
     """Describe what the figures were taken on."""
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: _version(name) for name in PACKAGES + OTHERS}
+    versions = {name: version for name, version in versions.items() if name in PACKAGES or version != ABSENT}
     model = ""
     if (cpus := Path("/proc/cpuinfo")).exists():
         model = next((line.partition(":")[2] for line in cpus.read_text().splitlines() if "model name" in line), "")
@@ -255,11 +258,11 @@ def _speed() -> str:
 
 
 def _commit() -> str:
-    """Name what is measured, and whether it is as it was committed."""
+    """Name what is measured, and whether it is as it was committed; pages that are made of results may change."""
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+            ["git", "status", "--porcelain", "-uno", "--", ":/", ":!/docs"], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -270,7 +273,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return ABSENT
 
 
 def states_after_each(loader: Any) -> tuple[float, float]:

@@ -4,23 +4,27 @@ Small samples from a task of the trainer's own loop, put one by one, to batches 
 batches of 32. Small samples from four other processes, in messages of 100 and one by one. 10,000 leases in flight: what
 one costs beside a task that only waits. `examples/async_rl.py` measures what overlap gains.
 
-Targets: 50,000 samples/s; 2 GB/s; 20,000 samples/s from other processes, in messages of 100; 90,000 from one process
-with 64 tasks; 20 us a lease.
+Targets: 50,000 samples/s; 2 GB/s; 20,000 samples/s from four other processes, by `put_many`; 90,000 from one process
+with 64 tasks; 30,000 from one task that awaits each put; 20 us a lease.
 
-Found on 26 November 2026 (two quiet cores, torch 2.13): 65,700 samples/s; 7.7 GB/s; 109,900 and 7,200 samples/s from
-other processes; 28.5 us a lease, which misses the target. 18 of these are the feed's. The others are the garbage
-collector's, which looks at all objects of the process once more for the three that a lease adds. Before handlers of
-signals waited during changes of a feed (3 us each time), it was 76,000 samples/s, and 25 us a lease. The example gained
-1.9 to 2.3 times by overlap on 25 November, on cores that others used as well.
+Found on 29 November 2026 (two quiet cores, torch 2.13): 37,833 samples/s; 5.9 GB/s; 75,239 and 8,963 samples/s from
+four other processes; 86,577 from one task that awaits each put, 80,967 from 64; 117.7 us a lease. Missed: small
+samples, one by one; from a process with 64 tasks; a lease, 10,000 in flight.
+
+On 26 November it was 65,700 samples/s, 7.7 GB/s, 109,900 and 7,200 samples/s from other processes, and 28.5 us a lease,
+18 of them the feed's; the others were the garbage collector's, which looks at all objects of the process once more for
+the three that a lease adds. What has made a lease four times as dear since then is not known.
 
 Since a feed is one server, whose calls are futures, a sample that is put one by one takes half as much CPU time again:
 34 us, and 22 us with the code of 26 November in the same minutes (28 November, a dozen busy processes beside it; 10,600
-samples/s and 1.7 GB/s came through there). So some 42,000 samples/s are to be expected of quiet cores: the target is
-missed.
+samples/s and 1.7 GB/s came through there).
 
-Since puts of one turn of a loop are one message, 16,000 puts of 64 tasks in another process came through at 47,000 to
-68,000 a second, and 3,000 to 4,900 before, in the same minutes (28 November, two cores with 10 to 20 busy processes
-beside it). A task that awaits each put takes as long as before.
+Found on 29 November 2026 (two quiet cores, torch 2.13): 37,800 samples/s; 5.9 GB/s; 75,200 and 9,000 samples/s from
+four other processes; 86,600 from a process whose one task awaits each put, and 81,000 from one with 64 tasks, which
+misses the target; 118 us a lease. Producer (5.7 us of CPU a put) and trainer (6.6) worked in turn then. Since a process
+writes messages into the socket itself, they work at the same time: 108,000 to 114,000 from either, by a program like
+this one in the same hour. Of a lease, 105 of 145 us were the garbage collector's (beside 20 busy processes): for 10,000
+tasks that wait, some 30 objects each. By a future that is awaited as it is, 64 to 85 us in the same minutes.
 """
 
 from __future__ import annotations
@@ -139,6 +143,8 @@ def measure(bench: Bench) -> None:
     bench.check("from 4 processes, 100 in a message, samples/s", many, Target(">=", 20_000))
     single = median(partial(from_processes, 2_000, 1))
     bench.note("from 4 processes, one after the other", **{"samples/s": single})
+    awaited = median(partial(from_processes, 32_000, 1, put_in_tasks, 1))
+    bench.check("from a process with a task that awaits each put, samples/s", awaited, Target(">=", 30_000))
     tasks = median(partial(from_processes, 32_000, 64, put_in_tasks, 1))
     bench.check("from a process with 64 tasks, samples/s", tasks, Target(">=", 90_000))
     lease = median(lambda: asyncio.run(in_flight(10_000)))

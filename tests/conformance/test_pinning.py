@@ -109,6 +109,7 @@ for batch in loader:
 """
 
 
+@pytest.mark.slow  # a fresh interpreter, which imports torch; how scripts end is tested in faults/test_exits.py
 @same_as_torch("scripts", async_for=False, defaults=False)
 def test_script_that_breaks_off_with_persistent_workers_and_pinning_exits_with_zero(make: Subject) -> object:
     """The script prints nothing at its exit."""

@@ -136,6 +136,7 @@ def test_each_item_comes_once_and_in_order(stream: Any, options: dict[str, Any])
     wait_until(lambda: not readers())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", PLACES[::2])
 @pytest.mark.parametrize("fn", [square, slow_square])
 async def test_with_async_for(fn: Any, options: dict[str, Any]) -> None:
@@ -288,6 +289,7 @@ class Speechless(Exception):
         raise KeyError
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("options", PLACES[::2])
 def test_an_error_of_the_stream_comes_in_place_of_its_item(options: dict[str, Any], on_error: Any) -> None:
@@ -317,7 +319,7 @@ def test_an_error_of_the_stream_comes_in_place_of_its_item(options: dict[str, An
         (StopAsyncIteration, RuntimeError, "StopAsyncIteration"),
     ],
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("options", PLACES[::2][:2])
 def test_an_error_that_refuses_everything_is_told(
@@ -491,6 +493,7 @@ class Keeping(IterableDataset[int]):
         self._starting_state_dict = state
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("wrap", [lambda stream: stream, lambda stream: ParallelMap(stream, int)])
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "persistent_workers": True}, {"num_workers": 1, "worker_backend": "thread"}]
@@ -607,6 +610,7 @@ def test_an_error_after_the_last_item_is_raised_behind_it() -> None:
     wait_until(lambda: not readers())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [numbers, slow_numbers])
 @pytest.mark.parametrize("options", PLACES[:3])
 def test_nothing_is_left_of_an_iterator_that_is_dropped(
@@ -684,6 +688,26 @@ def test_a_stream_that_is_a_resource_is_opened() -> None:
     assert [batches(loader) for _ in range(2)] == [WANTED] * 2
     wait_until(lambda: not readers())
     assert stream.told == ["opened", "closed"] * 2
+
+
+def reciprocal(number: int) -> float:
+    return 1 / number
+
+
+def test_a_bad_sample_is_named_by_the_number_of_its_item() -> None:
+    """The sample of the second item, 0, cannot be made."""
+    loader = DataLoader(ParallelMap([7, 0, 9], reciprocal), 1, on_error="skip")
+    assert len(list(loader)) == 2
+    assert list(loader.stats().faults.bad_samples) == [1]
+
+
+def test_a_copy_that_is_made_while_the_stream_is_read_does_not_read_it() -> None:
+    """Workers of a later run are given one."""
+    dataset = ParallelMap(range(100), square, max_items=2)
+    iterator = iter(DataLoader(dataset, 1))
+    next(iterator)
+    assert pickle.loads(pickle.dumps(dataset))[5, 5] == 25
+    iterator.close()
 
 
 def test_what_cannot_work_is_refused() -> None:

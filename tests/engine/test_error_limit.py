@@ -9,14 +9,14 @@ import pytest
 from asyncloader import DataLoader
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Progress
-from asyncloader.messages.failure import BadSample, RemoteError
+from asyncloader.messages.failure import BadSample, CapturedError
 from asyncloader.observe.faults import Faults
 from tests.support import inside
 
 
 def bad(*keys: int) -> list[BadSample]:
     """Samples that have raised."""
-    error = RemoteError.capture(ValueError("bad"), "in a test")
+    error = CapturedError.capture(ValueError("bad"), "in a test")
     return [BadSample(key, 0, error) for key in keys]
 
 

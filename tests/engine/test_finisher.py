@@ -12,8 +12,8 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
+from asyncloader.loops import GuardedLoop
 from asyncloader.run.worker_iterator import WorkerIterator
-from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.support import inside
 from tests.support.patience import wait_until
 from tests.support.pins import pins

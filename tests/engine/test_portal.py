@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import uvloop
 
+from asyncloader import loops
 from asyncloader.engine.portal import Portal, get_portal
 from asyncloader.errors import LoaderClosedError
-from asyncloader.worker import loops
 from tests.support.nursery import Program
 
 pytestmark = pytest.mark.interpreter

@@ -154,26 +154,25 @@ def test_one_that_was_to_join_and_ends_at_its_start_is_tried_again() -> None:
         recovery.died(Gone(is_ready=False), None, is_alone=False, **asked)  # type: ignore[arg-type]
         for _ in range(15)
     ]
-    assert [action for (action,) in rests] == [("postpone", 0, min(0.02 * 2.0**count, 60.0)) for count in range(15)]
+    assert [action for _, action in rests] == [("start", 0, min(0.02 * 2.0**count, 60.0)) for count in range(15)]
     assert isinstance(lose(recovery), Vacate)  # the death of a worker that is at work does not count with these
     for _ in range(5):
         ((what, *_),) = recovery.died(Gone(is_ready=False), None, is_alone=True, **asked)  # type: ignore[arg-type]
     assert what == "give up"
     recovery.ready(0)
-    assert recovery.died(Gone(is_ready=False), None, is_alone=True, **asked) == [("postpone", 0, 0.02)]  # type: ignore[arg-type]
+    assert recovery.died(Gone(is_ready=False), None, is_alone=True, **asked) == [("start", 0, 0.02)]  # type: ignore[arg-type]
 
 
 def test_a_process_that_the_system_has_no_room_for() -> None:
     """Others go on without it. What nobody else can do waits for it, and some time later ends the run."""
     error = OSError("no room")
     recovery = Recovery(deciders.options(num_at_start=2))
-    assert recovery.not_launched(1, error, is_active=True, is_alone=False) == [("postpone", 1, 0.02)]
-    (gone,) = recovery.not_launched(1, error, is_active=True, is_alone=True)
-    assert (gone.worker, gone.was_ready, gone.rest_s, gone.cause([])) == (1, False, 0.04, error)
-    assert recovery.not_launched(1, error, is_active=False, is_alone=True) == [("postpone", 1, 0.08)]
+    assert recovery.not_launched(1, error, is_active=True, is_alone=False) == [("leave", 1), ("start", 1, 0.02)]
+    assert recovery.not_launched(1, error, is_active=True, is_alone=True) == [("start", 1, 0.04)]
+    assert recovery.not_launched(1, error, is_active=False, is_alone=True) == [("start", 1, 0.08)]
     for _ in range(27):
         (later,) = recovery.not_launched(1, error, is_active=False, is_alone=True)
-    assert later == ("postpone", 1, 1.0)
+    assert later == ("start", 1, 1.0)
     assert recovery.not_launched(1, error, is_active=False, is_alone=True) == [("give up", error)]
 
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from asyncloader import DataLoader
 from asyncloader.engine.actions import VOID, Ticket
-from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.item import Item
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.messages.failure import BadSample, RemoteError
+from asyncloader.messages.failure import BadSample, CapturedError
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.outcome import Outcome
-from asyncloader.observe.faults import Faults
+from asyncloader.messages.snapshot import Pace
 from asyncloader.observe.meter import Meter
+from asyncloader.run.plan import Plan
 from tests.support import deciders, inside
 from tests.support.patience import wait_until
 
@@ -37,10 +37,11 @@ class Driver:
     def __init__(self, plan: Iterable[Any], *, max_errors: int | None = None, position: int = 0) -> None:
         options: dict[str, Any] = {} if max_errors is None else {"on_error": "skip", "max_errors": max_errors}
         settings = inside.options(DataLoader(range(100), 1, **options))  # type: ignore[arg-type]
-        progress, faults = Progress(position), Faults()
+        progress = Progress(position)
         scheduler = Scheduler(deciders.options(num_at_start=WORKERS, prefetch=FACTOR), first=position)
-        limit, meter = ErrorLimit(settings, progress, faults), Meter(0, WORKERS, WINDOW, faults)
-        self.run = Run(settings, scheduler, EpochSpec(1, (0, 0, 0)), meter, iter(plan), progress, limit)
+        meter = Meter(0, WORKERS, WINDOW)
+        made = plan if isinstance(plan, Plan) else Plan(plan, iter(plan), progress, Pace())
+        self.run = Run(settings, scheduler, EpochSpec(1, (0, 0, 0)), meter, made, progress)
         self.wakes = 0
         self.sent: dict[int, Ticket] = {}
         self.planned: list[Any] = []
@@ -102,7 +103,7 @@ def begun(plan: Iterable[Any], **options: Any) -> Driver:
 
 def bad(key: int) -> BadSample:
     """A sample that raised."""
-    return BadSample(key, 0, RemoteError.capture(ValueError(key), "in a test"))
+    return BadSample(key, 0, CapturedError.capture(ValueError(key), "in a test"))
 
 
 def test_a_window_is_read_and_then_a_batch_for_each_that_is_taken() -> None:

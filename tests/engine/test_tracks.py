@@ -71,10 +71,10 @@ def test_places_are_written_as_json_if_that_says_all() -> None:
     """And as they are otherwise."""
     starts = {0: WorkerStart(1, {"at": 3}, (1, 5)), 1: WorkerStart(made=(Made((7, 0, 0), 4, [2, 9]),))}
     written = as_plain({**starts, 0: WorkerStart(1, Frozen({"at": 3}), (1, 5))})
-    assert written == '[[1, {"at": 3}, [1, 5], []], [0, null, [], [[[7, 0, 0], 4, [2, 9]]]]]'
+    assert written == '[[1, {"at": 3}, [1, 5], [], []], [0, null, [], [[[7, 0, 0], 4, [2, 9]]], []]]'
     assert from_plain(written) == starts
     unusual = {0: WorkerStart(1, {"iterator": {0: 3}}, (1, 5)), 1: WorkerStart()}
-    assert as_plain(unusual) == [[1, {"iterator": {0: 3}}, [1, 5], []], [0, None, [], []]]
+    assert as_plain(unusual) == [[1, {"iterator": {0: 3}}, [1, 5], [], []], [0, None, [], [], []]]
     assert from_plain(as_plain(unusual)) == unusual
     strange_keys = {0: WorkerStart(0, {"at": 3}, (), (Made((7, 0, 0), 4, ("a", 2)),))}
     assert from_plain(as_plain(strange_keys)) == strange_keys

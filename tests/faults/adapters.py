@@ -20,7 +20,7 @@ class Ours(Adapter):
         options: dict[str, dict[str, Any]] = {
             "hang": {"timeout": 1, "on_timeout": "retry"},
             "skip": {"on_error": "skip"},
-            "leak": {"max_worker_memory": "100MB"},
+            "leak": {"max_worker_memory": 100_000_000},
         }
         return DataLoader(dataset, BATCH_SIZE, shuffle, num_workers=num_workers, **options.get(case, {}))
 

@@ -34,7 +34,7 @@ FAILED_ONCE = [
     pytest.param(900057, id="async stream, KeyboardInterrupt near the end, 900057", marks=SLOW),
     pytest.param(900077, id="async stream, KeyboardInterrupt in the second epoch, 900077", marks=SLOW),
     # A worker that was replaced near the end of an epoch began the next one there.
-    pytest.param(424735, id="telling stream, killed after its last batch, 424735"),
+    pytest.param(424735, id="telling stream, killed after its last batch, 424735", marks=SLOW),
     pytest.param(900007, id="telling stream, killed near the end, 900007", marks=SLOW),
     # A persistent worker that died before it had told a state was not replaced.
     pytest.param(424264, id="telling stream, killed early in the second epoch, 424264", marks=SLOW),
@@ -55,11 +55,11 @@ def test_disturbed_epochs_are_those_of_an_undisturbed_loader(place: str) -> None
     assert len(dict(chaos.soak(first, runs=1, seconds=float("inf"), place=place, name="disturbed"))) == 1
 
 
-@pytest.mark.parametrize("runs", [3, pytest.param(8, marks=SLOW)])
-def test_the_same_runs_each_time(runs: int) -> None:
+@pytest.mark.slow
+def test_the_same_runs_each_time() -> None:
     """And as many of them disturbed as there were."""
-    played = dict(chaos.soak(first_seed=100, runs=runs, seconds=float("inf"), place="process", name="disturbed"))
-    assert sum(len(happened) > 1 for happened in played.values()) >= runs - 2
+    played = dict(chaos.soak(first_seed=100, runs=8, seconds=float("inf"), place="process", name="disturbed"))
+    assert sum(len(happened) > 1 for happened in played.values()) >= 6
 
 
 @pytest.mark.parametrize("runs", [1, pytest.param(12, marks=SLOW)])

@@ -46,7 +46,10 @@ def assert_right(program: Program, epochs: int) -> None:
     assert (program.folder / "epochs").read_text() == repr([True] * epochs)
 
 
-@pytest.mark.parametrize("closed", SUBSETS, ids=str)
+@pytest.mark.parametrize(
+    "closed",
+    [pytest.param(subset, id=str(subset), marks=[pytest.mark.slow] * (len(subset) == 2)) for subset in SUBSETS],
+)
 def test_closed_before_the_first_loader(run: Run, closed: tuple[int, ...]) -> None:
     """No loop, channel or pipe gets the number of one: libuv aborts at its end, and children close what 0 is."""
     source = NUMBERS + AWAITED + TRAIN + f"close{closed}\n"

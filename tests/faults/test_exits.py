@@ -12,8 +12,6 @@ from tests.support.nursery import Program
 
 Run = Callable[..., Program]
 
-pytestmark = pytest.mark.interpreter
-
 
 @pytest.mark.destructors
 @pytest.mark.covering(1)
@@ -27,6 +25,7 @@ def test_a_whole_epoch_leaves_nothing_and_says_nothing(run: Run, face: str, num_
     assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
 
 
+@pytest.mark.interpreter
 def test_the_end_comes_while_the_thread_of_an_executor_ends(run: Run) -> None:
     """Python's exit hook writes to the pipe of each executor's thread that is left; that thread may be closing it."""
     main = """
@@ -48,6 +47,7 @@ print(train(DataLoader(Numbers(), batch_size=4, num_workers=1)))
     assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
 
 
+@pytest.mark.interpreter
 def test_workers_killed_by_the_end_are_no_deaths(run: Run) -> None:
     """The loop, which was kept from ending them, turns again and sees that they are gone: it has nobody to tell."""
     main = """
@@ -102,6 +102,7 @@ def test_iterators_alive_at_the_end(run: Run, alive: str, num_workers: int) -> N
     assert_within(3.0, attempt, lambda: end_alone(run))
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
     "face", ["next(iter_)", pytest.param("asyncio.run(iter_.__anext__())", marks=pytest.mark.slow)]
 )
@@ -134,6 +135,7 @@ say("bye")
     assert_within(3.0, attempt, lambda: end_alone(run))
 
 
+@pytest.mark.interpreter
 def test_a_loop_that_is_late_at_the_end_still_kills(run: Run) -> None:
     """On a machine that is very busy the grace is over before the loop thread had its turn."""
     main = """
@@ -146,6 +148,7 @@ get_portal().post(time.sleep, 4)
     assert (program.returncode, program.err) == (0, "")
 
 
+@pytest.mark.interpreter
 def test_a_daemon_of_a_worker_that_died_does_not_hold_up_the_end(run: Run) -> None:
     """It has copies of all that the worker had, and ends when the program has."""
     main = """
@@ -285,6 +288,7 @@ second.start()
     assert (program.returncode, program.out, program.err) == (0, "True\n" * 2, "")
 
 
+@pytest.mark.interpreter
 @starts_threads_late
 def test_a_thread_trains_on_though_main_had_loaders_that_have_ended(run: Run) -> None:
     """What those used, the background thread too, has ended by then; a pool that it makes itself is ended after it."""
@@ -301,6 +305,7 @@ threading.Thread(target=go_on).start()
     assert (program.returncode, program.out, program.err) == (0, "True\n3\n", "")
 
 
+@pytest.mark.interpreter
 def test_where_python_starts_no_thread_any_more(run: Run) -> None:
     """As 3.12.0 and 3.12.1: an error says so, and what to do."""
     main = """
@@ -319,6 +324,7 @@ threading.Thread(target=first_use).start()
     assert (program.returncode, program.out, program.err) == (0, "LoaderClosedError True\n", "")
 
 
+@pytest.mark.interpreter
 def test_importing_asyncloader_after_main_has_returned_says_what_to_write(run: Run) -> None:
     """Python takes no exit hooks by then, and without one workers would be left behind."""
     main = """
@@ -432,6 +438,8 @@ say("bye")
 
 
 LONG = """
+from asyncloader.engine import exits
+exits.EXIT_GRACE_S = 0.2
 class Long(Numbers):
     # A sample that goes from one torch operation into the next, for longer than the end of the program waits.
     def __getitem__(self, index):
@@ -476,6 +484,7 @@ def test_a_thread_is_in_torch_at_the_end(run: Run, loader: str, face: str) -> No
     assert (program.returncode, program.err) == (0, ""), program.explain("did not end well")
 
 
+@pytest.mark.interpreter
 def test_a_coroutine_that_blocks_the_loop_does_not_hold_up_the_end(run: Run) -> None:
     """Nor keep workers alive, which the loop would have to end: the thread that ends the program kills them."""
     main = """
@@ -500,6 +509,7 @@ say("bye")
     assert_within(4.0, attempt, lambda: end_alone(run))
 
 
+@pytest.mark.interpreter
 def test_workers_without_a_group_of_their_own(run: Run) -> None:
     """Where setpgid is not allowed they are in the trainer's group: that is not what is killed with them."""
     main = """
@@ -561,6 +571,8 @@ if __name__ == "__main__":
     assert list(notes.values()) == [["finally", "atexit"]] * 2
 
 
+@pytest.mark.interpreter
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("end", ["close", "_shutdown_workers"])
@@ -583,6 +595,7 @@ holder = Holder()
     assert (program.returncode, program.out, program.err) == (0, "", "")
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_iterator_that_could_not_begin_has_nothing_to_end(run: Run, num_workers: int) -> None:
     """A traceback refers to it until the interpreter goes."""

@@ -21,9 +21,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader
 from asyncloader.backends.worker import Worker
-from asyncloader.engine import arrivals, hang_report
+from asyncloader.engine import hang_report
 from asyncloader.errors import LoaderClosedError
+from asyncloader.observe.meter import Meter
 from asyncloader.online import Feed
+from asyncloader.run import plan
 from tests.support.patience import until, wait_until
 from tests.test_arriving_keys import Fed
 
@@ -37,7 +39,7 @@ BACKENDS = ["process", "thread"]
 def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a wait be too long after a second."""
     monkeypatch.setattr(hang_report, "LOOK_S", 0.1)
-    for module in (hang_report, arrivals):
+    for module in (hang_report, plan):
         monkeypatch.setattr(module, "FIRST_S", 1.0)
 
 
@@ -246,7 +248,7 @@ def test_nothing_is_looked_up_of_a_worker_on_another_machine(caplog: pytest.LogC
     worker.ask_stack = lambda ticket, tell: tell("")  # type: ignore[method-assign]
     ticket = SimpleNamespace(worker=0, batch=0, keys=[1])
     scheduler = SimpleNamespace(awaited=lambda: ticket)
-    run: Any = SimpleNamespace(scheduler=scheduler, named=lambda ticket: ticket)
+    run: Any = SimpleNamespace(scheduler=scheduler, named=lambda ticket: ticket, meter=Meter(0, 1, 2))
     pool: Any = SimpleNamespace(processes={0: worker})
     hang_report.report(run, pool, 60.0, lambda delay_s, call, *args: call(*args))  # type: ignore[arg-type,return-value]
     (report,) = reports(caplog)

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import BatchTimeoutError, DataLoader
 from tests.faults.datasets import Augmented, plain
+from tests.support.patience import patiently
 
 pytestmark = [
     pytest.mark.usefixtures("patient_stacks"),
@@ -22,7 +23,9 @@ pytestmark = [
 ]
 
 FACES = ["for", "async for"]
-TIMEOUT_S = 0.4
+TIMEOUT_S = 1.0
+PATIENT: dict[str, Any] = {"timeout": TIMEOUT_S, "on_timeout": "retry", "max_retries": 50}
+"""A worker that does not hang may be late too, on a busy machine: that costs a try."""
 
 
 class Hanging(Augmented):
@@ -79,13 +82,13 @@ async def test_a_batch_that_hung_is_run_again(face: str, tmp_path: Path, caplog:
     """The epoch is bit-identical to one without the hang; who hung is gone, and the log says where it hung."""
     undisturbed = await epoch(Augmented(40))
     dataset = Hanging(40, tmp_path, {13, 22})
-    assert await epoch(dataset, face, timeout=TIMEOUT_S, on_timeout="retry") == undisturbed
+    assert await epoch(dataset, face, **PATIENT) == undisturbed
     hung = pids(tmp_path)
     assert len(set(hung)) == 2
     assert not any(psutil.pid_exists(pid) for pid in hung)
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 2
-    assert all("in hang" in warning and "It is killed and replaced" in warning for warning in warnings)
+    assert sum("in hang" in warning for warning in warnings) == 2
+    assert all("It is killed and replaced" in warning for warning in warnings)
 
 
 async def test_closing_waits_until_the_killed_are_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +101,7 @@ async def test_closing_waits_until_the_killed_are_reaped(tmp_path: Path, monkeyp
         return is_alive(process)
 
     monkeypatch.setattr(BaseProcess, "is_alive", look_late)
-    await epoch(Hanging(24, tmp_path, {5}), timeout=TIMEOUT_S, on_timeout="retry")
+    await epoch(Hanging(24, tmp_path, {5}), **PATIENT)
     assert not any(psutil.pid_exists(pid) for pid in pids(tmp_path))
 
 
@@ -156,9 +159,9 @@ def test_a_stream_that_hangs_is_not_thrown_away(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     loader = DataLoader(HangingStream(gate), num_workers=1, timeout=TIMEOUT_S, on_timeout="retry")
     iterator = iter(loader)
-    assert int(next(iterator)) == 0
+    assert int(next(patiently(iterator))) == 0
     with pytest.raises(BatchTimeoutError) as caught:
         next(iterator)
     assert "nobody knows where it was in its iterable dataset" in caught.value.__notes__[0]
     gate.touch()
-    assert [int(batch) for batch in iterator] == [1]
+    assert [int(batch) for batch in patiently(iterator)] == [1]

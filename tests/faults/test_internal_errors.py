@@ -241,7 +241,6 @@ TRUSTED = {
     "Ends.close",
     "GuardedLoop.remove_reader",
     "WorkerProcess._close_descriptor",
-    "WorkerProcess._move",  # sets an attribute, when the process is gone
     "start",
     "LocalWorker.start",
     "WorkerProcess.launch",
@@ -465,6 +464,7 @@ def test_calls_that_once_left_something_behind(
     assert not before.more_than_before(8.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("number", [1, 3, 6])
 def test_a_broken_scheduler_ends_the_run(

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -150,6 +151,25 @@ def test_handlers_of_signals_are_there_again_wherever_an_interrupt_hits() -> Non
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_an_interrupt_keeps_nothing_of_the_frames_that_it_comes_from(sigint_raises: None) -> None:
+    """It was in a circle with them until a collection: a lease in hand was nobody's, and the next loop waited."""
+
+    def interrupted(held: Numbers) -> None:
+        with HandlersWait():
+            signal.raise_signal(signal.SIGINT)
+
+    kept = Numbers()
+    alive = weakref.ref(kept)
+    gc.disable()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted(*[kept])
+        del kept
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_handler_that_raises_keeps_no_other_signal_out() -> None:

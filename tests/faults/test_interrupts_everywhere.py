@@ -24,7 +24,7 @@ import random
 import signal
 import sys
 import threading
-import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -36,6 +36,7 @@ import asyncloader
 from asyncloader import DataLoader
 from asyncloader.errors import LoaderClosedError
 from asyncloader.seeding import sample_context
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
@@ -406,14 +407,23 @@ def test_a_handler_in_the_middle_of_next_saves_looks_and_closes(face: str) -> No
 
 def test_a_second_ctrl_c_leaves_whatever_handles_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker hangs: the first one leaves `next`, the second `close`, at once."""
-    hangs = threading.Event()
-    monkeypatch.setattr(Counting, "__getitem__", lambda self, index: hangs.wait(20) or index)
+    hangs, made = threading.Event(), []
+    monkeypatch.setattr(Counting, "__getitem__", lambda self, index: hangs.wait(20) or made.append(index) or index)
     iterator: Any = iter(DataLoader(Counting(), num_workers=1, worker_backend="thread"))  # type: ignore[arg-type]
+    trainer = threading.get_ident()
+
+    def interrupt_in(call: Any) -> None:
+        def is_there() -> bool:
+            stack = traceback.walk_stack(sys._current_frames()[trainer])
+            return any(frame.f_code is call.__func__.__code__ for frame, _ in stack)
+
+        wait_until(is_there)
+        signal.pthread_kill(trainer, signal.SIGINT)
+
     for call in (iterator.__next__, iterator.close):
-        threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-        began = time.monotonic()
+        threading.Thread(target=interrupt_in, args=(call,)).start()
         with pytest.raises(KeyboardInterrupt):
             call()
-        assert time.monotonic() - began < 2.0
+        assert not made
     hangs.set()
     iterator.close()

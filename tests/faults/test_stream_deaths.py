@@ -162,6 +162,14 @@ KINDS: list[Any] = [Declared, Telling, OfIterator, Threaded]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
+def half_of_kinds(turn: int) -> pytest.MarkDecorator:
+    """Have a test for every second kind before a commit, and for the others each night."""
+    few = effort.half(KINDS, turn)
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in few)) for kind in KINDS]
+    )
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return where it is said what is to happen."""
@@ -268,7 +276,7 @@ def test_deaths_under_every_start_method(kind: Any, start_method: str, folder: P
     assert [plain(batch) for batch in make_loader(kind, folder, multiprocessing_context=start_method)] == expected
 
 
-@kinds
+@half_of_kinds(0)
 def test_what_came_ahead_of_a_slow_batch_is_not_made_again(kind: Any, folder: Path) -> None:
     """All others of the stream are here, and it has ended, when the worker dies: only the slow one is made again."""
     options = {"num_workers": 1, "concurrency": 64}
@@ -283,7 +291,7 @@ def test_what_came_ahead_of_a_slow_batch_is_not_made_again(kind: Any, folder: Pa
     assert times_begun(folder) == Counter({**dict.fromkeys(range(LENGTH), 1), 3: 2, 4: 2, 5: 2})
 
 
-@kinds
+@half_of_kinds(1)
 def test_what_comes_out_of_order_comes_once(kind: Any, folder: Path) -> None:
     """With in_order=False what was ahead has been handed over already; and a state knows of it."""
     expected = undisturbed(kind, folder)
@@ -456,7 +464,7 @@ def test_batches_that_raise_are_read_over_as_they_were_read(on_error: Any, folde
     assert len({str(outcome) for outcome in expected}) > 12
     for number in effort.half((24, 47), len(on_error)):
         plan(folder, f"hang at {number}")
-        loader = make_loader(Bumpy, folder, **options, timeout=1.0, on_timeout="retry")
+        loader = make_loader(Bumpy, folder, **options, timeout=1.0, on_timeout="retry", max_retries=50)
         assert outcomes(loader) == expected
         assert not list(folder.iterdir())
     loader = make_loader(Bumpy, folder, **options)
@@ -485,7 +493,7 @@ def test_a_worker_that_hangs_is_replaced(kind: Any, options: dict[str, Any], fol
     """Where a sample hangs and where the reader does, in every place that workers can be in."""
     expected = undisturbed(kind, folder, **options)
     plan(folder, "hang at 31", "hang 42")
-    loader = make_loader(kind, folder, timeout=0.3, on_timeout="retry", **options)
+    loader = make_loader(kind, folder, timeout=0.3, on_timeout="retry", max_retries=50, **options)
     assert [plain(batch) for batch in loader] == expected
     assert not list(folder.iterdir())
 
@@ -503,7 +511,7 @@ def test_here_a_dataset_without_a_state_yet_is_not_begun_anew(folder: Path) -> N
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [Declared, Telling, OfIterator])
+@pytest.mark.parametrize("kind", [pytest.param(Declared, marks=pytest.mark.slow), Telling, OfIterator])
 def test_states_out_of_order_are_exact(kind: Any, every: int, folder: Path) -> None:
     """From the state after any batch just those come that had not come."""
     expected = undisturbed(kind, folder)

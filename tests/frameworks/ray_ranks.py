@@ -34,7 +34,6 @@ def prepare(loader: DataLoader[Any], **arguments: Any) -> tuple[Any, list[warnin
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         prepared = ray.train.torch.prepare_data_loader(loader, **arguments)
-        assert loader.worker_init_fn is None  # that we read, too, what Ray has read is no reason to warn
     return prepared, caught
 
 
@@ -94,12 +93,12 @@ def see_other_ways_to_keep_it() -> dict[str, Any]:
 
 
 def see_what_happens_without() -> dict[str, Any]:
-    """Let Ray put its sampler in: then torch loads, and a warning says so."""
-    prepared, caught = prepare(make_loader(shuffle=True))
+    """Let Ray put its sampler in: then torch loads."""
+    prepared, _ = prepare(make_loader(shuffle=True))
     assert type(prepared._dataloader) is torch.utils.data.DataLoader
     batches = list(prepared)
     assert_made_by_torch(batches)
-    return {"without": indices(batches), "warnings": [[str(one.message), one.filename] for one in caught]}
+    return {"without": indices(batches)}
 
 
 def train() -> None:

@@ -10,9 +10,8 @@ import traceback
 from typing import Any
 
 import pytest
-import torch
 
-from asyncloader.messages.failure import RemoteError, RemoteTraceback
+from asyncloader.messages.failure import CapturedError, RemoteTraceback
 
 WHERE = "in DataLoader worker process 3"
 
@@ -100,8 +99,8 @@ def travel(error: BaseException, keys: Any = None) -> Exception:
     try:
         inside_the_dataset()
     except BaseException as caught:
-        data = pickle.dumps(RemoteError.capture(caught, WHERE))
-    remote: RemoteError = pickle.loads(data)
+        data = pickle.dumps(CapturedError.capture(caught, WHERE))
+    remote: CapturedError = pickle.loads(data)
     return remote.rebuild(keys)
 
 
@@ -188,27 +187,3 @@ def test_what_is_no_exception_becomes_a_runtime_error(error: BaseException) -> N
     copy = travel(error)
     assert type(copy) is RuntimeError
     assert type(error).__name__ in str(copy)
-
-
-@pytest.mark.parametrize("is_torch", [True, False])
-def test_cuda_in_a_forked_worker_says_what_to_do(is_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer had initialised CUDA: torch's own refusal, or another library's error, names the way out."""
-
-    def raised() -> Exception:
-        try:
-            if is_torch:
-                torch.cuda.init()
-            raise OSError("cudaErrorInitializationError: initialization error")
-        except Exception as error:
-            return error
-
-    plain = raised() if not is_torch else ValueError("of something else")
-    assert not any("forkserver" in note for note in RemoteError.capture(plain, WHERE).rebuild(None).__notes__)
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as torch has it where there is a GPU
-    assert not RemoteError.capture(ValueError("of something else"), WHERE).advice
-    error = RemoteError.capture(raised(), WHERE).rebuild([3])
-    assert isinstance(error, RuntimeError if is_torch else OSError)
-    words, advice, indices = error.__notes__
-    assert "Caught" in words
-    assert "forkserver" in advice
-    assert "[3]" in indices

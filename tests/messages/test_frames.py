@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from asyncloader.messages.frames import BadFrame, FrameBuffer, frame
 from asyncloader.messages.messages import HEADER, KINDS, MAX_FRAME_BYTES, Kind
+from tests.support import effort
 
 MOST_PIECES = 2000
 """About so many: a megabyte in pieces of a byte takes seconds."""
@@ -47,7 +48,7 @@ def cut(data: bytes, sizes: list[int]) -> list[tuple[int, bytes]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort.examples(90), deadline=None)
 @given(frames=st.lists(FRAME, max_size=5), sizes=st.lists(st.integers(1, 300_000), max_size=4))
 def test_frames_come_out_as_they_went_in(frames: list[tuple[int, bytes]], sizes: list[int]) -> None:
     """Whole, in order, at any cut."""
@@ -86,7 +87,7 @@ HEADERS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=effort.examples(200), deadline=None)
 @given(
     pieces=st.lists(HEADERS | st.binary(max_size=60) | st.integers(0, 600_000).map(bytes), max_size=6),
     sizes=st.lists(st.integers(1, 300_000), min_size=1, max_size=4),

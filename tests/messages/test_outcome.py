@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncloader.messages.failure import BadSample, RemoteError
+from asyncloader.messages.failure import BadSample, CapturedError
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.outcome import NO_RECORD, OUTCOMES, Outcome, pack, unpack
@@ -21,7 +21,7 @@ KINDS = [Kind.BATCH, Kind.FAILURE, Kind.REFUSED, Kind.LEFT_OUT, Kind.EXHAUSTED]
 seconds = st.floats(allow_nan=False)
 u64 = st.integers(0, (1 << 64) - 1)
 records = st.builds(Record, u64, u64, u64, *[seconds] * 6, u64, seconds)
-errors = st.builds(RemoteError, st.text(), st.text(), st.none() | st.binary(), st.text())
+errors = st.builds(CapturedError, st.text(), st.text(), st.text(), st.none() | st.binary())
 
 
 def outcome_with(kind: int, **fields: Any) -> Outcome:
@@ -113,7 +113,7 @@ def _raise(error: BaseException) -> None:
 
 def test_keys_that_do_not_pickle_are_named() -> None:
     """A bad sample is told, whatever its key is."""
-    bad = BadSample(Refuses(), 3, RemoteError("OSError", "text", None, "there"))
+    bad = BadSample(Refuses(), 3, CapturedError("OSError", "there", "text"))
     (there,) = sent(Outcome(Kind.LEFT_OUT, bad=[bad])).bad
     assert there.key.startswith("<")
     assert there._replace(key=0) == bad._replace(key=0)
@@ -147,7 +147,7 @@ def test_a_batch_that_cannot_be_read_keeps_its_extras() -> None:
     def explode(payload: memoryview) -> tuple[Any, int]:
         raise KeyError("k")
 
-    bad = [BadSample(1, 0, RemoteError("OSError", "text", None, "there"))]
+    bad = [BadSample(1, 0, CapturedError("OSError", "there", "text"))]
     kind, parts = pack(Outcome(Kind.BATCH, bad=bad, snapshot=Untold("so")), [b"x"])
     there = unpack(kind, memoryview(b"".join(parts)), explode)
     assert (there.bad, there.snapshot) == (bad, Untold("so"))

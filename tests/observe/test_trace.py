@@ -18,9 +18,9 @@ import pytest
 
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
+from asyncloader.loops import GuardedLoop
 from asyncloader.observe.trace import shared_trace
 from asyncloader.run.worker_iterator import WorkerIterator
-from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.support import inside
 from tests.support.forks import forked
 from tests.support.loads import Load

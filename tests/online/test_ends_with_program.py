@@ -98,6 +98,7 @@ def test_a_source_is_read_on_for_a_trainer_that_comes_late(run: Callable[..., Pr
     assert (ended.returncode, ended.out, ended.err) == (7, "trained\n", "")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("trainer", "num_workers"), [("main", 1), ("thread", 0), ("late", 0), ("nobody", 0)])
 @pytest.mark.parametrize("producer", ["thread", "process"])
 @pytest.mark.parametrize("made_by", ["put", "lease"])

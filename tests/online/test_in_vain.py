@@ -78,9 +78,11 @@ async def test_generation_that_is_cancelled(reach: Any) -> None:
         generation.cancel()
         await asyncio.wait({generation})
         assert (lost.result(), stopped) == ("the lease has ended", [0])
-    async with producers.lease() as item:
-        assert item.tries == 1
-        await item.put(1)
+    while not feed.stats().ready:
+        with contextlib.suppress(LeaseLostError):  # on a busy machine the next one may be too late as well
+            async with producers.lease() as item:
+                assert item.tries > 0
+                await item.put(1)
     feed.close()
 
 
@@ -129,7 +131,7 @@ async def test_a_feed_that_goes_away() -> None:
         changed = asyncio.create_task(handle.version_changed(0))
         await asyncio.sleep(0.05)
         feed._server._door.end()  # type: ignore[union-attr]
-        assert "the feed was dropped, or its process ended" in await asyncio.wait_for(lost, 10)
+        assert "was dropped, or its process ended" in await asyncio.wait_for(lost, 10)
         with pytest.raises(FeedClosedError):
             await asyncio.wait_for(changed, 10)
         with pytest.raises(FeedClosedError):

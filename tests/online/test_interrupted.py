@@ -139,6 +139,7 @@ def rest_of(feed: Feed[Any]) -> list[int]:
     return sorted(int(value) for batch in DataLoader(feed) for value in batch)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("source", ["list", "generator", "stateful"])
 def test_each_item_once_whatever_was_interrupted(

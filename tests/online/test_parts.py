@@ -41,6 +41,7 @@ async def make_in_parts(producers: Any) -> None:
             await item.done()
 
 
+@pytest.mark.covering(1)
 @REACH
 @pytest.mark.parametrize("options", WORKERS)
 async def test_groups_of_any_size(reach: Any, options: dict[str, Any]) -> None:

@@ -80,9 +80,9 @@ def begin() -> Iterator[Callable[..., Any]]:
         process.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "seeding": "sample"}], ids=["none", "worker"])
-def test_peers_are_given_the_same_and_ranks_divide(begin: Callable[..., Any], options: dict[str, Any]) -> None:
+def test_peers_are_given_the_same_and_ranks_divide(begin: Callable[..., Any]) -> None:
     """All have as many steps; each sample is one rank's; peers draw alike, and ranks do not."""
+    options = {"num_workers": 1, "seeding": "sample"}
     feed = Feed[int](range(42), batch_size=4, max_staleness=1)
     results, step = mp.get_context("fork").Queue(), mp.get_context("fork").Barrier(len(SHAPE))
     for seat in SHAPE:
@@ -93,12 +93,10 @@ def test_peers_are_given_the_same_and_ranks_divide(begin: Callable[..., Any], op
     for rank in range(2):
         values = [[values for values, _ in steps[rank, 2, peer, 2]] for peer in range(2)]
         assert values[0] == values[1]
-        if options:
-            assert steps[rank, 2, 0, 2] == steps[rank, 2, 1, 2]
+        assert steps[rank, 2, 0, 2] == steps[rank, 2, 1, 2]
     found = [value for rank in range(2) for values, _ in steps[rank, 2, 0, 2] for value in values]
     assert sorted(found) == [*range(42)]
-    if options:
-        assert steps[0, 2, 0, 2][0][1] != steps[1, 2, 0, 2][0][1]
+    assert steps[0, 2, 0, 2][0][1] != steps[1, 2, 0, 2][0][1]
     assert not feed.stats().counts["late"]
 
 
@@ -151,10 +149,9 @@ def test_only_rank_0_loads_what_it_has_saved() -> None:
         DataLoader(feed.for_rank(0, 2)).load_state_dict(state)
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_a_process_of_the_training_that_is_killed(begin: Callable[..., Any], victim: int) -> None:
+def test_a_process_of_the_training_that_is_killed(begin: Callable[..., Any]) -> None:
     """The others are told; a training that begins anew from the state has each sample once."""
-    results, goes_on = mp.get_context("fork").Queue(), threading.Event()
+    results, goes_on, victim = mp.get_context("fork").Queue(), threading.Event(), 3
 
     def prompts() -> Iterator[int]:
         yield from range(8)  # two steps
@@ -195,6 +192,31 @@ def hang_after_two(handle: FeedHandle, seat: tuple[int, ...], pipe: Any) -> None
         pipe.send(str(error))
     else:
         pipe.send("ended")
+
+
+def break_off(handle: FeedHandle, pipe: Any, may_end: Any) -> None:
+    """Break two loops off, each of a loader of its own, and say what was trained, and end when that is allowed."""
+    for _ in range(2):
+        pipe.send([batch.tolist() for batch in islice(DataLoader(handle.for_rank(0, 1)), 2)])
+    may_end.wait(60)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_loop_that_is_broken_off(begin: Callable[..., Any], is_remote: bool) -> None:
+    """The batch that it was given last is trained: a loop of another loader begins with the next one."""
+    feed = Feed[int](batch_size=2, max_samples=20)
+    for number in range(10):
+        feed.put_nowait(number)
+    receiving, sending = mp.get_context("fork").Pipe(duplex=False)
+    may_end = mp.get_context("fork").Event()
+    if is_remote:
+        begin(break_off, feed.handle(), sending, may_end)
+    else:
+        may_end.set()
+        break_off(feed, sending, may_end)  # type: ignore[arg-type]
+    assert [receiving.recv() for _ in range(2)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    wait_until(lambda: feed.stats().counts["trained"] == 8)
+    may_end.set()
 
 
 def test_a_rank_that_waits_for_others_says_so() -> None:

@@ -63,7 +63,7 @@ class Play(RuleBasedStateMachine):
     def put(self, count: int) -> None:
         """Producers put what there is room for."""
         for _ in range(count):
-            if self.ledger.has_room and not (self.ledger.closed or self.ledger.ended):
+            if self.ledger.room and not (self.ledger.closed or self.ledger.ended):
                 self.ledger.put([0], self.ledger.version, 1.0, 0.0)
 
     @rule()

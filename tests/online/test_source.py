@@ -74,6 +74,7 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("asyncloader stream")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", WORKERS)
 @pytest.mark.parametrize("source", STATELESS + STATEFUL)
 async def test_each_item_is_leased_once(source: Any, options: dict[str, Any]) -> None:
@@ -89,6 +90,7 @@ async def test_each_item_is_leased_once(source: Any, options: dict[str, Any]) ->
     wait_until(lambda: not readers())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("before", "after"), [*itertools.product(STATELESS, STATELESS), *itertools.product(STATEFUL, STATEFUL)]
 )

@@ -28,7 +28,7 @@ def test_options_of_actors_are_kept_as_they_are() -> None:
     [
         ({"num_workers": 0}, "at least 1"),
         ({"num_workers": None}, "at least 1"),
-        ({"num_workers": 2, "on_mismatch": "wanr"}, "Did you mean 'warn'"),
+        ({"num_workers": 2, "on_mismatch": "wanr"}, "but got 'wanr'"),
         ({"num_workers": 2, "max_restarts": 3}, "max_restarts cannot be chosen: the loader starts lost workers again"),
         ({"num_workers": 2, "max_concurrency": 3}, "concurrency="),
         ({"num_workers": 2, "lifetime": "detached"}, "end with their loader"),

@@ -14,6 +14,8 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from asyncloader import DataLoader, StateMismatchError
 from asyncloader.engine.progress import Progress, SamplerState
+from asyncloader.engine.tracks import make_tracks
+from asyncloader.epochs import EpochNotice
 from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, initial_state
@@ -61,13 +63,17 @@ def settings_of(dataset: Any = None, **options: Any) -> Options:
     return inside.options(DataLoader(data, **{"batch_size": 2, **options}))
 
 
+def progress_from(starts: dict[int, WorkerStart]) -> Progress:
+    """How far a run is whose workers begin there."""
+    return Progress(tracks=make_tracks(starts, (77, 3, 0), overlaps=False), next_worker=0)
+
+
 def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:
     """What a run of these settings makes its states with, begun now."""
     rng = order_generators(settings)
-    epochs: dict[str, list[int | None]] = {"sampler_epochs": [], "dataset_epochs": [None]}
-    rest: dict[str, Any] = {"has_past": False, "warned": set()}
     order = OrderDraw(rng, rng.capture(), warn=bool)
-    return Checkpointer(settings, progress, order, (77, 0, 0), 3, {}, None, **epochs, **rest)
+    common = LoaderState(epoch=3, base_seed=77)
+    return Checkpointer(settings, progress, order, (77, 0, 0), common, EpochNotice((None,)), set())
 
 
 OTHERS: dict[str, tuple[Any, Any, Any]] = {
@@ -98,7 +104,7 @@ OTHERS: dict[str, tuple[Any, Any, Any]] = {
 def test_what_a_state_has_to_fit(name: str) -> None:
     """It says what differs, and how; what it was made of it fits."""
     saved, now, values = OTHERS[name]
-    state = initial_state(settings_of(**saved), 0)
+    state = initial_state(settings_of(**saved), 0, {})
     check(state, settings_of(**saved))
     if name == "num_replicas":  # as many samples for each rank do not make it fit
         state.fits["samples"] = describe(settings_of(**now))["samples"]
@@ -112,10 +118,10 @@ def test_other_ranks_are_told_of_the_sampler_that_fits_them() -> None:
     for saved, now, field in (((2, 0), (4, 0), "num_replicas"), ((2, 0), (2, 1), "rank")):
         one, other = ({"sampler": DistributedSampler(range(12), *ranks)} for ranks in (saved, now))  # type: ignore[arg-type]
         with pytest.raises(StateMismatchError, match=f"{field} was .* asyncloader.samplers.ElasticSampler"):
-            check(initial_state(settings_of(**one), 0), settings_of(**other))
+            check(initial_state(settings_of(**one), 0, {}), settings_of(**other))
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 4}, {"version": 6}, [3], None])
+@pytest.mark.parametrize("state", [{}, {"version": 5}, {"version": 7}, [3], None])
 def test_what_is_no_state_of_this_version(state: Any) -> None:
     """Also what is no state at all."""
     with pytest.raises(StateMismatchError, match="not a state of this version"):
@@ -124,7 +130,7 @@ def test_what_is_no_state_of_this_version(state: Any) -> None:
 
 def test_what_is_not_all_of_a_state() -> None:
     """Whichever part is missing, the error names it."""
-    state = initial_state(settings_of(), 0).as_dict()
+    state = initial_state(settings_of(), 0, {}).as_dict()
     check(LoaderState.from_dict(state), settings_of())
     for name in state.keys() - {"version"}:
         with pytest.raises(StateMismatchError, match=f"without {name}"):
@@ -136,7 +142,7 @@ def test_a_state_of_an_elastic_sampler_fits_any_division() -> None:
     one = settings_of(sampler=ElasticSampler(range(12), num_replicas=1, rank=0))
     two = settings_of(sampler=ElasticSampler(range(12), num_replicas=2, rank=1), batch_size=3)
     assert describe(one)["dataset_length"] == 12
-    check(initial_state(one, 0), two)
+    check(initial_state(one, 0, {}), two)
 
 
 def elastic(num_replicas: int = 1, rank: int = 0) -> ElasticSampler:
@@ -169,7 +175,7 @@ def test_batches_that_came_early_are_of_one_division(one: dict[str, Any], other:
 
 def test_workers_with_states_of_their_own_are_as_many_as_before() -> None:
     """In the middle of a run; between two there are none yet."""
-    progress = Progress(workers={0: WorkerStart(), 1: WorkerStart()}, next_worker=0, key=(77, 3, 0))
+    progress = progress_from({0: WorkerStart(), 1: WorkerStart()})
     state = checkpointer_of(settings_of(Counts(), **WITH_WORKERS), progress).state()
     check(state, settings_of(Counts(), **WITH_WORKERS))
     one = settings_of(Counts(), **{**WITH_WORKERS, "num_workers": 1})
@@ -183,7 +189,7 @@ def test_states_have_the_same_keys_whenever_they_are_made() -> None:
     settings = settings_of()
     progress = Progress()
     checkpointer = checkpointer_of(settings, progress)
-    before = initial_state(settings, 0)
+    before = initial_state(settings, 0, {})
     within = checkpointer.state()
     give(progress, 0)
     later = checkpointer.state()
@@ -199,7 +205,7 @@ def test_states_have_the_same_keys_whenever_they_are_made() -> None:
     written["fits"]["rank"], written["ahead"] = 5, [9]
     assert loaded.fits["rank"] is None
     assert checkpointer.state() == after
-    assert initial_state(settings, 0) == before
+    assert initial_state(settings, 0, {}) == before
 
 
 def test_a_state_in_a_run_has_how_far_it_is() -> None:
@@ -265,11 +271,8 @@ def test_datasets_that_outlast_a_run_are_where_it_left_them() -> None:
         (WITH_WORKERS, None),
     ):
         dataset = Counts(9)
-        progress = Progress(
-            workers={worker: WorkerStart(0, Frozen({"dataset": {"count": 4 + worker}})) for worker in (0, 1)},
-            next_worker=0,
-            key=(77, 3, 0),
-        )
+        starts = {worker: WorkerStart(0, Frozen({"dataset": {"count": 4 + worker}})) for worker in (0, 1)}
+        progress = progress_from(starts)
         carried = checkpointer_of(settings_of(dataset, **workers), progress).carried()
         found = carried and {
             worker: start.snapshot.thaw()["dataset"] for worker, start in carried.items() if start.snapshot
@@ -281,7 +284,7 @@ def test_datasets_that_outlast_a_run_are_where_it_left_them() -> None:
 
 def test_a_dataset_whose_state_cannot_be_taken_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """The state is made all the same."""
-    progress = Progress(workers={0: WorkerStart()}, next_worker=0, key=(77, 3, 0))
+    progress = progress_from({0: WorkerStart()})
     give(progress, 0, worker=0, in_stream=0, snapshot=Untold("TypeError: no pickle"), keys=[1, 2])
     checkpointer = checkpointer_of(settings_of(Counts()), progress)
     with caplog.at_level(logging.WARNING, logger="asyncloader"):

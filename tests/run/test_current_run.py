@@ -10,6 +10,8 @@ from asyncloader import DataLoader
 from asyncloader.errors import LoaderClosedError
 from asyncloader.samplers import ElasticSampler
 
+pytestmark = pytest.mark.on_threads
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "no workers": {},
     "workers": {"num_workers": 1},

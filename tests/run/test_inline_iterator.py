@@ -18,6 +18,7 @@ from asyncloader import DataLoader
 from asyncloader.errors import LoaderClosedError
 from asyncloader.run.base_iterator import BaseIterator
 from asyncloader.run.random_order import RandomOrder
+from tests.support.patience import TRIES, Stopwatch
 
 
 class Squares:
@@ -219,17 +220,15 @@ def test_a_thread_that_waits_for_its_turn_hears_that_the_iterator_was_closed() -
     for thread in threads:
         thread.start()
     assert dataset.began.wait(20)
-    began = time.monotonic()
     assert loader.state_dict()["position"] == iterator.stats().batches == 0
     iterator.close()
-    assert time.monotonic() - began < 1.0
-    dataset.may_go_on.set()
+    dataset.may_go_on.set()  # not before: the batch would have raised, had anything here waited for it
     for thread in threads:
         thread.join(20)
     assert sorted(found, key=str) == [[0, 1, 2, 3], "closed"]
 
 
-BYTECODES = 525
+BYTECODES = 465
 """At most, for a batch of a dataset whose samples are made in C, in CPython 3.11: what a batch costs without workers is
 to stay what it is. What C does is not counted; torch's loader takes 376 for a batch of one, and 686 for 32."""
 
@@ -279,9 +278,9 @@ async def longest_turns(loader: DataLoader[Any], count: int) -> list[float]:
 
     async def turn() -> None:
         while True:
-            began = time.perf_counter()
+            watch = Stopwatch()
             await asyncio.sleep(0.001)
-            turns.append(time.perf_counter() - began)
+            turns.append(watch.seconds())
 
     other = asyncio.create_task(turn())
     iterator = aiter(loader)
@@ -291,14 +290,13 @@ async def longest_turns(loader: DataLoader[Any], count: int) -> list[float]:
     return sorted(turns, reverse=True)
 
 
-@pytest.mark.alone
 async def test_a_loop_has_its_turns_while_samples_compute() -> None:
     """A batch takes 64 ms, through which the loop would stand still; 49 turns of 50 take less than half of that.
 
     The aim on a quiet machine is 9 ms.
     """
     loader: DataLoader[Any] = DataLoader(Computing(), batch_size=16)  # type: ignore[arg-type]
-    for _ in range(3):  # on a machine that others use
+    for _ in range(TRIES):
         turns = await longest_turns(loader, 10)
         if turns[len(turns) // 50] < 0.032:
             return
@@ -306,10 +304,10 @@ async def test_a_loop_has_its_turns_while_samples_compute() -> None:
 
 
 class Indices:
-    """Ten million of them."""
+    """A million of them."""
 
     def __len__(self) -> int:
-        return 10**7
+        return 10**6
 
     def __getitem__(self, index: int) -> int:
         return index

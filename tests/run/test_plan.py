@@ -13,7 +13,8 @@ from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.snapshot import Pace
-from asyncloader.run.plan import Plan, is_drawn_from, samplers_within
+from asyncloader.run.plan import Plan, samplers_within
+from asyncloader.stateful import StatefulDataLoader
 from tests.run.giving import give
 
 
@@ -43,6 +44,31 @@ class Counting:
         self.at = state["at"]
 
 
+class BeginsAnew(Counting):
+    """A sampler that begins anew when it is iterated over, but right after a state was loaded: as lhotse's."""
+
+    is_loaded = False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.is_loaded:
+            self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        self.is_loaded = False
+        return super().__next__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.is_loaded = True
+
+
+class BeginsAnewWithoutState(BeginsAnew):
+    """The same, of which nobody can take a state."""
+
+    state_dict: Any = None
+
+
 def plan_of(sampler: Any, progress: Progress | None = None) -> Plan:
     """The plan over what torch's loader would iterate over."""
     return Plan(sampler, iter(sampler), progress or Progress(), Pace())
@@ -67,6 +93,42 @@ def test_a_plan_goes_on_in_the_middle(batches: int) -> None:
     plan = plan_of(sampler, Progress(batches))
     plan.resume(None, batches)
     assert list(plan) == list(sampler)[batches:]
+
+
+@pytest.mark.on_threads
+@pytest.mark.parametrize("kind", [BeginsAnew, BeginsAnewWithoutState])
+@pytest.mark.parametrize("options", [{"batch_size": None}, {"batch_size": 2}, {"batch_size": 2, "drop_last": True}])
+@pytest.mark.parametrize(("loader_class", "num_workers"), [(DataLoader, 0), (DataLoader, 1), (StatefulDataLoader, 0)])
+def test_an_iterator_that_begins_anew_is_iterated_over_once(
+    kind: type[BeginsAnew],
+    options: dict[str, Any],
+    loader_class: Any,
+    num_workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From each batch, whenever the sampler's state was taken last: on a busy machine that may be batches before."""
+    whole = 4 if options["batch_size"] else 8
+
+    def batches_of(loader: Any) -> list[Any]:
+        return [batch.tolist() if options["batch_size"] else int(batch) for batch in loader]
+
+    def make() -> Any:
+        return loader_class(range(8), sampler=kind(8), num_workers=num_workers, **options)
+
+    expected = batches_of(make())
+    assert len(expected) == whole
+    for last_state in range(1, whole):
+        for done in range(last_state, whole):
+            stopped = make()
+            monkeypatch.setattr(Pace, "is_due", lambda pace: stopped.sampler.at <= last_state * (8 // whole))  # noqa: B023
+            batches = iter(stopped)
+            for _ in range(done):
+                next(batches)
+            state = stopped.state_dict()
+            batches.close()
+            resumed = make()
+            resumed.load_state_dict(state)
+            assert batches_of(resumed) == expected[done:], (last_state, done)
 
 
 def test_what_was_yielded_out_of_order_is_void() -> None:
@@ -191,16 +253,6 @@ def test_a_loader_whose_sampler_was_interrupted_goes_on_from_its_state(options: 
         seen += batch.tolist()
     assert seen == [*range(40)]
     loader.close()
-
-
-def test_an_iterator_that_was_drawn_from_is_read_on() -> None:
-    """Some libraries advance it before the run begins."""
-    sampler = BatchSampler(SequentialSampler(range(6)), 2, False)
-    iterator = iter(sampler)
-    assert not is_drawn_from(iterator)
-    next(iterator)
-    assert is_drawn_from(iterator)
-    assert list(Plan(sampler, iterator, Progress(), Pace())) == [[2, 3], [4, 5]]
 
 
 def test_samplers_within_are_found_once_from_the_outermost_on() -> None:

@@ -62,12 +62,12 @@ def test_epochs_are_counted() -> None:
     """Each run is told to the loader's runs, and a state says which one it was."""
     runs, settings = Runs(), settings_of()
     starts = [started(settings, runs=runs) for _ in range(3)]
-    assert [start.checkpointer.epoch for start in starts] == [0, 1, 2]
+    assert [start.checkpointer.common.epoch for start in starts] == [0, 1, 2]
     assert {start.checkpointer.key[1] for start in starts} == {0}  # each has a base seed of its own
     assert runs.begun == 3
     assert runs.run() is starts[2].checkpointer
     other = Runs()
-    assert started(settings_of(), starts[1].checkpointer.state(), other).checkpointer.epoch == 1
+    assert started(settings_of(), starts[1].checkpointer.state(), other).checkpointer.common.epoch == 1
     assert other.begun == 2
 
 
@@ -124,7 +124,7 @@ def test_samplers_are_iterated_over_once() -> None:
     """Anew, from a state between two runs and from one inside: as often as by torch."""
     sampler = CountsReadings()
     settings = inside.options(DataLoader(range(10), None, sampler=sampler))  # type: ignore[arg-type]
-    before = initial_state(settings, 0)
+    before = initial_state(settings, 0, {})
     start = started(settings, before)
     assert sampler.readings == 1
     take(start, 2)

@@ -42,7 +42,11 @@ def whole(loader: Any) -> None:
     list(loader)
 
 
-WAYS: list[dict[str, Any]] = [{}, {"seeding": "sample"}, {"seeding": "sample", "num_workers": 0}]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"seeding": "sample", "num_workers": 1},
+    {"seeding": "sample", "num_workers": 0},
+]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
@@ -50,12 +54,13 @@ def test_a_seed_before_an_epoch_fixes_it_whatever_ran_before(options: Any) -> No
     """A look at one batch, other epochs, an epoch with this seed; and a loader that is new."""
     loader = make(**options)
     expected = seeded(loader)
-    for before in (look, whole, seeded):
-        before(loader)
-        assert seeded(loader) == expected
-    assert seeded(make(**options)) == expected
-    assert seeded(loader, 6) != expected
-    assert list(loader) != list(loader)
+    look(loader)
+    whole(loader)
+    for each in (loader, loader, make(**options)):
+        assert seeded(each) == expected
+    other = seeded(loader, 6)
+    assert other != expected
+    assert other != list(loader)
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)

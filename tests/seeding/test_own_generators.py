@@ -26,7 +26,6 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from asyncloader import DataLoader, sample_seed
 from asyncloader.seeding.own_generators import generators_of
 from asyncloader.testing import assert_reproducible
-from tests.support import effort
 
 COUNT = 24
 
@@ -114,23 +113,29 @@ def samples(dataset: Any, num_workers: int, seed: int = 3, **options: Any) -> li
     return [[sample for batch in loader for sample in batch] for _ in range(2)]
 
 
-@pytest.mark.parametrize("kind", TRANSFORMS)
-def test_generators_of_transforms_are_seeded_for_each_batch(kind: str) -> None:
+def all_kinds(seed: int) -> Callable[[float], list[Any]]:
+    """Return a transform that does what those of all kinds do: one run for all of them."""
+    transforms = [make(seed) for make in TRANSFORMS.values()]
+    return lambda image: [transform(image) for transform in transforms]
+
+
+def test_generators_of_transforms_are_seeded_for_each_batch() -> None:
     """With any number of workers, wherever they lie: by the seed that they were given, and not by torch's."""
-    make = TRANSFORMS[kind]
-    first = samples(Photos(make(5)), 1)
-    assert first == samples(Subset(Photos(make(5)), range(COUNT)), 2)
-    assert sorted(first[0]) != sorted(first[1])
-    if kind == "MONAI" or not effort.is_quick:
-        assert first != samples(Photos(make(6)), 1)
+    runs = (
+        samples(Photos(all_kinds(5)), 1),
+        samples(Subset(Photos(all_kinds(5)), range(COUNT)), 2),
+        samples(Photos(all_kinds(6)), 1),
+    )
+    for place, kind in enumerate(TRANSFORMS):
+        first, again, other = ([[sample[place] for sample in epoch] for epoch in run] for run in runs)
+        assert first == again != other, kind
+        assert sorted(first[0]) != sorted(first[1]), kind
 
 
-@pytest.mark.parametrize("kind", TRANSFORMS)
-def test_generators_of_transforms_are_seeded_for_each_sample(kind: str) -> None:
+def test_generators_of_transforms_are_seeded_for_each_sample() -> None:
     """With any number of workers and any batch size."""
-    make, varied = TRANSFORMS[kind], {} if kind == "MONAI" or not effort.is_quick else {"scheduling": ["static"]}
-    options: Any = {"batch_sizes": (4, 3), "shuffle": True, "epochs": 1, **varied}
-    assert_reproducible(lambda: Photos(make(5)), num_workers=(0, 2), **options)
+    options: Any = {"batch_sizes": (4, 3), "shuffle": True, "epochs": 1}
+    assert_reproducible(lambda: Photos(all_kinds(5)), num_workers=(0, 2), **options)
 
 
 def test_generators_of_transforms_are_seeded_in_blocks() -> None:
@@ -213,6 +218,19 @@ class Crop:
         return draw(self.generator)
 
 
+class Segmentations(Dataset[Any]):
+    """Images of all kinds of generators, each with its mask: one run for all of them."""
+
+    def __init__(self, seed: int = 5) -> None:
+        self.of_kinds = [Segmentation(kind, seed) for kind in KINDS]
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> list[list[float]]:
+        return [dataset[index] for dataset in self.of_kinds]
+
+
 class Segmentation(Dataset[Any]):
     """An image and its mask, each cropped by a generator of its own, and a third number of another one."""
 
@@ -231,31 +249,29 @@ class Segmentation(Dataset[Any]):
         return [self.image(), self.masks[0](), self.other()]
 
 
-def crops(loader: Any) -> list[list[float]]:
+def crops(loader: Any) -> list[Any]:
     return [sample for batch in loader for sample in batch]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"seeding": "sample"}, {"num_workers": 0, "seeding": "sample"}], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_generators_that_are_alike_draw_alike(kind: str, options: Any) -> None:
+def test_generators_that_are_alike_draw_alike(options: Any) -> None:
     """Or masks would not fit their images. Other seeds draw other numbers, whatever torch's seed is."""
-    loader: Any = DataLoader(Segmentation(kind), 4, collate_fn=list, **{"num_workers": 2, **options})
-    drawn = crops(loader)
-    assert all(image == mask != other for image, mask, other in drawn)
-    assert len({image for image, _, _ in drawn}) == COUNT
-    assert [image for image, *_ in crops(loader)] != [image for image, *_ in drawn]
-    another: Any = DataLoader(Segmentation(kind, 7), 4, collate_fn=list, **{"num_workers": 1, **options})
-    assert not {image for image, *_ in drawn} & {image for image, *_ in crops(another)}
+    loader: Any = DataLoader(Segmentations(), 4, collate_fn=list, **{"num_workers": 2, **options})
+    another: Any = DataLoader(Segmentations(7), 4, collate_fn=list, **{"num_workers": 1, **options})
+    runs = crops(loader), crops(loader), crops(another)
+    for place, kind in enumerate(KINDS):
+        drawn, later, others = ([sample[place] for sample in run] for run in runs)
+        assert all(image == mask != other for image, mask, other in drawn), kind
+        assert len({image for image, *_ in drawn}) == COUNT, kind
+        assert [image for image, *_ in later] != [image for image, *_ in drawn], kind
+        assert not {image for image, *_ in drawn} & {image for image, *_ in others}, kind
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_draws_what_it_has_drawn_whatever_the_trainer_draws_and_in_other_workers(kind: str) -> None:
+def test_a_run_draws_what_it_has_drawn_whatever_the_trainer_draws_and_in_other_workers() -> None:
     """Workers that are started anew, late ones, those that stay, and other numbers of them."""
-    expected = crops(DataLoader(Segmentation(kind), 4, num_workers=1, collate_fn=list))
-    others = ({"num_workers": 2}, {"num_workers": 3, "persistent_workers": True})
-    for options in effort.half(others, [*KINDS].index(kind)):
-        dataset = Segmentation(kind)
+    expected = crops(DataLoader(Segmentations(), 4, num_workers=1, collate_fn=list))
+    for options in ({"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}):
+        dataset = Segmentations()
         loader: Any = DataLoader(dataset, 4, collate_fn=list, **options)  # type: ignore[arg-type]
         iterator = iter(loader)
         drawn = [*next(iterator)]
@@ -302,7 +318,7 @@ def test_a_generator_that_is_seeded_before_an_epoch_fixes_it() -> None:
             assert [sample[:2] for sample in crops(loader)] == [sample[:2] for sample in expected]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", [5, None], ids=["seeded", "unseeded"])
 @pytest.mark.parametrize("done", [0, 2, 6])
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 0, "seeding": "sample"}], ids=str)

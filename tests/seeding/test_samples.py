@@ -17,6 +17,7 @@ from asyncloader import DataLoader, sample_rng, sample_seed
 from asyncloader.datasets import CachedDataset
 from asyncloader.seeding.generators import left_alone
 from asyncloader.testing import assert_reproducible, assert_resumable
+from tests.support import effort
 
 LENGTH = 10
 
@@ -98,7 +99,8 @@ def samples(dataset: Any, seed: int = 3, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("make", [Drawing, Together, lambda: Subset(Drawing(), range(LENGTH)), SeededTogether])
 def test_samples_one_after_the_other(make: Callable[[], Any]) -> None:
     """The same with any number of workers, batch size and scheduling; what fetches batches is asked for samples."""
-    assert_reproducible(make, num_workers=(0, 2), batch_sizes=(4, 1), epochs=1, shuffle=True)
+    few: dict[str, Any] = {} if make is Drawing or not effort.is_quick else {"scheduling": ["static"]}
+    assert_reproducible(make, num_workers=(0, 2), batch_sizes=(4, 1), epochs=1, shuffle=True, **few)
 
 
 @pytest.mark.parametrize("make", [Seeded, Awaited, SeededTogether])
@@ -217,7 +219,11 @@ def test_states_of_datasets_are_brought_back_with_the_same_draws() -> None:
     for num_workers in (0, 1):
         assert_resumable(
             lambda num_workers=num_workers: DataLoader(  # type: ignore[misc]
-                Remembering(), 3, seeding="sample", snapshot_every_n_steps=2, num_workers=num_workers
+                Remembering(),
+                5 if num_workers else 3,
+                seeding="sample",
+                snapshot_every_n_steps=2,
+                num_workers=num_workers,
             )
         )
 

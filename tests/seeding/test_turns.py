@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from asyncloader import sample_rng, sample_seed
+from asyncloader.seeding import turns
 from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.sample_context import BATCH, COLLATION, SampleContext, current
 from asyncloader.seeding.seeder import Seeder
+from asyncloader.seeding.switch import GeneratorSwitch
 from tests.support import inside
 from tests.support.forks import forked
 
@@ -151,6 +154,29 @@ def test_blocks_of_several_threads_take_turns(in_a_sample: SampleContext) -> Non
             assert not wait([drawn], timeout=0.1).done
         assert drawn.result(30) == draw_in_a_block()
     current.set(in_a_sample)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_coroutine_that_blocks_its_loop_on_a_block_is_named(
+    is_own: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its step waits for the thread, and the thread's block for the end of the step; another's step only takes long."""
+    monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
+    switch = GeneratorSwitch(SEEDER, warns=False)
+    sample, other = (SampleContext(SEEDER, 0, position, 0, switch) for position in range(2))
+
+    def draw_in_a_block() -> float:
+        current.set(sample if is_own else other)
+        with sample_seed():
+            return random.random()
+
+    with left_alone(), ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING, "asyncloader"):
+        switch.begin(sample)
+        drawn = pool.submit(draw_in_a_block)
+        assert not wait([drawn], timeout=0.5).done
+        switch.end(sample, is_last=True)
+        drawn.result(30)
+    assert ("both wait for ever" in caplog.text) is is_own
 
 
 def test_a_fork_has_no_turn_that_another_thread_had() -> None:

@@ -209,6 +209,11 @@ class StatefulBatches(Batches):
         self.at = state["at"]
 
 
+def _shared() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    return {"batch_size": 4, "sampler": RandomSampler(Map(), generator=generator), "generator": generator}
+
+
 def _distributed() -> DistributedSampler[int]:
     return DistributedSampler(Map(), num_replicas=2, rank=1, seed=7)
 
@@ -227,6 +232,7 @@ SAMPLERS: dict[str, Any] = {
         "batch_size": 4,
         "sampler": RandomSampler(Map(), generator=torch.Generator().manual_seed(7)),
     },
+    "torch's, with the loader's generator": _shared,
     "distributed": lambda: {"batch_size": 4, "sampler": _distributed()},
     "own, with a state": lambda: {"batch_size": 4, "sampler": StatefulSampler()},
     "own, with a state, no batches": lambda: {"batch_size": None, "sampler": StatefulSampler()},
@@ -247,9 +253,7 @@ EVERY = (1, 4)
 EVERYTHING = [
     (dataset, sampler, num_workers, every, persistent)
     for dataset in (*MAPS, *STREAMS)
-    for sampler in (
-        sorted(SAMPLERS.keys() - {"counted", "torch's, seeded"}) if dataset in MAPS else ("sequential", "no batches")
-    )
+    for sampler in (sorted(SAMPLERS.keys() - {"counted"}) if dataset in MAPS else ("sequential", "no batches"))
     for num_workers in WORKERS
     for every in (EVERY if num_workers else (1,))
     for persistent in ((False, True) if num_workers and every == 1 else (False,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -106,6 +107,7 @@ def test_an_iterator_that_is_at_its_end_is_no_epoch() -> None:
         assert {number // 1000 for batch in plain(resumed) for number in batch} == {epoch + 1}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("batches", [1, 3, 5])
 def test_snapshots_are_counted_on_after_a_resume(
@@ -132,3 +134,55 @@ def test_snapshots_are_counted_on_after_a_resume(
     resumed.load_state_dict(states[batches - 1])
     for place, _ in enumerate(resumed, batches):
         assert resumed.state_dict()["workers"] == states[place]["workers"], place
+
+
+def fail(worker_id: int) -> None:
+    """A `worker_init_fn`."""
+    raise LookupError(f"worker {worker_id} has no shard")
+
+
+class Unreadable(Stream):
+    """Its first sample cannot be read."""
+
+    def __iter__(self) -> Any:
+        raise LookupError("no sample")
+        yield
+
+
+@pytest.mark.parametrize("worker_backend", ["process", "thread"])
+def test_iter_raises_what_worker_init_fn_raises(worker_backend: Any) -> None:
+    """As torchdata's: not the first `next`, which raises what the first batch has raised."""
+    loader = StatefulDataLoader(
+        range(8),  # type: ignore[arg-type]
+        num_workers=2,
+        worker_init_fn=fail,
+        worker_backend=worker_backend,
+    )
+    with pytest.raises(LookupError, match="has no shard"):
+        iter(loader)
+    loader = StatefulDataLoader(
+        Unreadable(),
+        num_workers=2,
+        worker_init_fn=str,  # type: ignore[arg-type]
+        worker_backend=worker_backend,
+    )
+    iterator = iter(loader)
+    with pytest.raises(LookupError, match="no sample"):
+        next(iterator)
+
+
+def test_iter_waits_for_no_batch_that_may_not_come() -> None:
+    """An epoch without a batch, and a first batch that is late, are for `next`."""
+    empty: Any = range(0)
+    assert not list(StatefulDataLoader(empty, num_workers=1, worker_init_fn=str))  # type: ignore[arg-type]
+    late = StatefulDataLoader(Late(), 1, num_workers=1, worker_init_fn=str, timeout=0.2)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError), iter(late) as batches:
+        next(batches)
+
+
+class Late(Stream):
+    """Its first sample comes after five seconds."""
+
+    def __iter__(self) -> Any:
+        time.sleep(5)
+        yield 1

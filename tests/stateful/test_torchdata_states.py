@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader as Theirs
 
 from asyncloader import DataLoader
 from asyncloader.errors import StateMismatchError
 from asyncloader.stateful import StatefulDataLoader, convert
 from tests.stateful.matrix import outcome, states, wrong
-from tests.stateful.programs import SAMPLERS, Reader, StreamOfReaders, make, plain
+from tests.stateful.programs import SAMPLERS, Reader, StatefulStream, StreamOfReaders, make, plain
 
 pytestmark = [
     pytest.mark.on_threads,
@@ -31,6 +31,8 @@ A_FEW = [
     ("map with a state", "own, with a state", 0, 1, False),
     ("map with a state", "own, with iterators with a state", 0, 1, False),
     ("map", "of batches, with a state", 0, 1, False),
+    ("map", "torch's, seeded", 0, 1, False),
+    ("map", "torch's, with the loader's generator", 1, 1, False),
     ("stream with a state", "sequential", 0, 1, False),
     ("map with a state", "shuffled", 3, 4, False),
     ("stream", "sequential", 3, 4, False),
@@ -102,6 +104,37 @@ def test_states_of_streams_fit_as_many_workers() -> None:
                         iter(loader)
 
 
+class Divided(StatefulStream):
+    """Its parts are equal shares of it."""
+
+    def part(self) -> range:
+        info = get_worker_info()
+        return range(21) if info is None else range(21)[info.id :: info.num_workers]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("then", [0, 1])
+def test_one_worker_of_a_stream_is_as_none(then: int, every: int) -> None:
+    """In an epoch. After it nobody can know whether a worker goes on with its state: the trainer's process does."""
+    theirs = Theirs(Divided(), 4, num_workers=then, snapshot_every_n_steps=every)
+    iterator = iter(theirs)
+    for done in range(7):
+        loader = StatefulDataLoader(Divided(), 4, num_workers=1 - then)
+        loader.load_state_dict(theirs.state_dict())
+        assert plain(loader) == [list(range(21))[at : at + 4] for at in range(done * 4, 21, 4)]
+        next(iterator, None)
+    state = theirs.state_dict()
+    assert state["_iterator_finished"]
+    loader = StatefulDataLoader(Divided(), 4, num_workers=1 - then)
+    if then:
+        with pytest.raises(StateMismatchError, match="num_workers"):
+            loader.load_state_dict(state)
+            iter(loader)
+    else:
+        loader.load_state_dict(state)
+        assert plain(loader) == plain(theirs)
+
+
 def test_each_rank_loads_its_own_state() -> None:
     """Eight ranks, which share an epoch."""
 
@@ -122,6 +155,16 @@ def test_a_sampler_of_torchs_draws_anew(caplog: pytest.LogCaptureFixture) -> Non
     state, *expected = states(program)["middle"]
     assert outcome(program, state, expected, DataLoader) == "equal"
     assert "generator of RandomSampler" in caplog.text
+
+
+def test_an_order_of_the_global_generator_is_refused() -> None:
+    """Nobody can know it: samples would come twice, and others not at all. States of ours have that generator."""
+    sampler = RandomSampler(range(23))
+    for options in ({"batch_size": 4, "sampler": sampler}, {"batch_sampler": BatchSampler(sampler, 4, False)}):
+        theirs, ours = Theirs(range(23), **options), DataLoader(range(23), **options)  # type: ignore[arg-type]
+        for _ in theirs:
+            with pytest.raises(StateMismatchError, match="generator was"):
+                ours.load_state_dict(theirs.state_dict())
 
 
 @pytest.mark.parametrize(

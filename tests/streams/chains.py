@@ -74,8 +74,8 @@ def chain(seed: int, num_replicas: int = 1, rank: int = 0) -> Stream[Any]:
         stream = Map(stream, itself)
     if draw.random() < 0.3:
         stream = Filter(stream, is_wanted)
-    if draw.random() < 0.6:
-        stream = Shuffle(stream, draw.randrange(1, 12))
+    for _ in range(draw.choice([0, 1, 1, 2])):
+        stream = Shuffle(stream, draw.randrange(1, 12), draw.randrange(9))
     return _together(stream, draw)
 
 
@@ -83,7 +83,7 @@ def _together(stream: Stream[Any], draw: random.Random) -> Stream[Any]:
     window, tokens = draw.randrange(1, 12), draw.randrange(9, 20)
     match draw.randrange(6):
         case 0:
-            return Bucket(stream, length, max_tokens=tokens, window=window, max_samples=draw.choice([None, 2]))
+            return Bucket(stream, length, max_tokens=tokens, window=window)
         case 1:
             return Bucket(stream, length, max_tokens=tokens, window=window, bounds=[2, 9])
         case 2:
@@ -94,6 +94,16 @@ def _together(stream: Stream[Any], draw: random.Random) -> Stream[Any]:
             few = {"tokens": draw.randrange(4, 7)}
             return Pack(stream, few, length, window=window, too_long="cut", cut=cut, split=draw.random() < 0.5)
     return stream
+
+
+def records_of(stream: Stream[Any]) -> list[dict[str, Any]]:
+    """Return what the state of a stream has for each of its streams of shards, in each reading."""
+    records, parts = list[dict[str, Any]](), list[Any](stream.state_dict()["parts"])
+    while parts:
+        kind, own, within = parts.pop()
+        records += [own] if kind == "ShardedStream" else []
+        parts += within
+    return records
 
 
 def samples_of(given: Iterable[Any]) -> list[Sample]:

@@ -74,10 +74,9 @@ def test_other_ranks_and_workers_give_what_is_left_once(run: int) -> None:
         states = [saved(loader) for loader in loaders]
         for loader in loaders:
             loader.close()
-        if {each["finished"] or each["base_seed"] is None for each in states} == {True}:  # nobody is in the middle
-            assert len({*tokens_of(given)}) == len(tokens_of(given))
-            return
         state = merge(states)
+        if tokens_of(given) == tokens_of(chain(seed)):  # the next epoch may follow
+            break
     assert tokens_of(given) == tokens_of(chain(seed))
 
 
@@ -185,10 +184,6 @@ def test_what_nobody_can_know_is_refused() -> None:
     assert len(given) + len([*resumed(DataLoader(stream, 2, **options), state)]) == 40
     with pytest.raises(ConfigurationError, match="no streams"):
         merge([_state_of(DataLoader(range(5)))])  # type: ignore[arg-type]
-    over = DataLoader(stream, 2)
-    assert len([*over]) == 40
-    with pytest.raises(ConfigurationError, match="have ended their epoch"):
-        merge([over.state_dict(), DataLoader(stream, 2).state_dict()])
     with pytest.raises(ConfigurationError, match="none"):
         merge([])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,31 +17,31 @@ from asyncloader import DataLoader
 from asyncloader.datasets import ParallelMap
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers import pack_collate
-from asyncloader.streams import Bucket, Filter, Map, Mix, Pack, ShardedStream, Shuffle, Stream
+from asyncloader.streams import Bucket, Filter, Map, Mix, Pack, ShardedStream, Shuffle, Stream, merge
+from tests.streams.chains import records_of
 
 
 def stream_of(samples: Any, **options: Any) -> ShardedStream[Any]:
     return ShardedStream([samples], lambda shard, start: shard[start:], **options)
 
 
-def raised(stream: Stream[Any]) -> tuple[list[Any], list[str]]:
-    """Return what a stream gives, and what it raises in between, with its notes."""
-    given, errors, samples = [], [], iter(stream)
-    while True:
+def raised(stream: Stream[Any], count: int | None = None) -> tuple[list[Any], list[str]]:
+    """Return what a stream gives, and what it raises in between, with its notes; so many at most."""
+    given, errors, samples = list[Any](), list[str](), iter(stream)
+    while len(given) + len(errors) != count:
         try:
             given.append(next(samples))
         except StopIteration:
             return given, errors
         except Exception as error:
             errors.append(" ".join([str(error), *error.__notes__]))
+    return given, errors
 
 
 def test_bad_samples_and_shards_are_named_and_passed() -> None:
     """A shard that raises is left; a bad sample costs itself. Each counts as given, but for the rest of the shard."""
 
     def read(shard: str, start: int) -> Iterator[Any]:
-        if shard == "gone":
-            raise FileNotFoundError(shard)
         for number in range(start, 4):
             if shard == "short" and number == 2:
                 raise EOFError("cut short")
@@ -51,18 +52,53 @@ def test_bad_samples_and_shards_are_named_and_passed() -> None:
             raise StopIteration
         return sample
 
-    stream = Map(ShardedStream(["fine", "gone", "short"], read, shuffle=False), half)
-    given, errors = raised(stream)
+    def opened(shard: str, start: int) -> Iterator[Any]:
+        return next(iter(())) if shard == "gone" else read(shard, start)
+
+    stream = Map(ShardedStream(["fine", "gone", "short"], opened, shuffle=False), half)
+    given, errors = raised(stream, 8)
     assert given == [("fine", 0), ("fine", 2), ("short", 0)]
     assert [error.split(" Raised ")[1] for error in errors] == [
         "in place of sample 1 of shard 0, 'fine'.",
-        "for sample 3 of shard 0.",
-        "at sample 0, and the rest is left out, of shard 1, 'gone'.",
+        "for sample 3 of shard 0, 'fine'.",
+        "and the rest of the shard left out, at sample 0 of shard 1, 'gone'.",
         "in place of sample 1 of shard 2, 'short'.",
-        "at sample 2, and the rest is left out, of shard 2, 'short'.",
+        "and the rest of the shard left out, at sample 2 of shard 2, 'short'.",
     ]
-    own = stream.state_dict()["parts"]["within"][0]["own"]
-    assert (own["done"], own["given"]) == ("80", [[1, 0], [2, 2]])  # the first of three bits is set
+    _, own, _ = stream.state_dict()["parts"][0][2][0]
+    assert (own["done"], own["given"]) == ("1", [[1, 4, 0, [], []], [2, 4, 2, [], []]])  # the first shard's bit is set
+
+
+def test_what_is_left_out_counts_as_given() -> None:
+    """What a filter stops, what is too long, what a function fails with: a state lists none of them one by one."""
+
+    def failing(sample: int) -> int:
+        return sample // (sample % 2)
+
+    def fail_to_cut(sample: int, start: int, stop: int) -> int:
+        return failing(0)
+
+    def stream() -> ShardedStream[int]:
+        return stream_of(range(100))
+
+    for made in [
+        Filter(stream(), lambda sample: sample % 2),
+        Map(stream(), failing),
+        Mix([stream()], [1], by=failing),
+        Pack(stream(), {"tokens": 1}, lambda sample: 1 + (sample + 1) % 2, too_long="drop", window=2),
+        Pack(stream(), {"tokens": 1}, lambda sample: 1 + (sample + 1) % 2, too_long="cut", window=2, cut=fail_to_cut),
+        Pack(stream(), {"tokens": 1}, lambda sample: 1 + sample % 2 * 3, too_long="cut", cut=lambda sample, *_: sample),
+        Bucket(stream(), failing, max_tokens=150, window=2),
+    ]:
+        samples, given = iter(made), list[Any]()
+        while len(given) < 20 or given[-1] == given[-2]:
+            with suppress(ZeroDivisionError):
+                given.append(next(samples))
+        (record,) = records_of(made)
+        ((_, _, low, beyond, cut),) = record["given"]
+        assert low >= 8
+        assert len(beyond) <= 3  # of those that were read ahead
+        assert len(cut) <= 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -126,6 +162,32 @@ def test_a_stream_that_has_ended_is_left_out_or_ends_the_epoch() -> None:
     streams = [stream_of("aaaa"), stream_of("bb"), stream_of("c")]
     assert "".join(Mix(streams, [1, 1, 0])) == "ababaa"
     assert "".join(Mix(streams, [1, 1, 0], stop="first")) == "abab" + "a"
+    owing = [stream_of(["a" * 9] * 2), stream_of("b" * 20), stream_of("c")]  # others catch up with the first
+    assert "".join(Mix(owing, [1, 1, 1], by=len))[:20] == "a" * 9 + "bcb" + "b" * 7 + "a"
+
+
+@pytest.mark.parametrize("last", [1, 2])
+@pytest.mark.parametrize("step", range(41, 45))
+def test_weights_change_at_a_step_of_all_ranks(step: int, last: int) -> None:
+    """Wherever samples were given before: on two ranks, then three, then others, some of them out of their order."""
+
+    def stream(ranks: int, rank: int) -> Stream[Any]:
+        def part(name: str) -> Stream[Any]:
+            shards = [[name] * 20 for _ in range(6)]
+            return ShardedStream(shards, lambda shard, start: shard[start:], num_replicas=ranks, rank=rank)
+
+        return Shuffle(Mix([part("a"), part("b")], [(0, [1, 0]), (step, [0, 1])]), 5)
+
+    given, state = list[str](), None
+    for ranks, count in ((2, 5), (3, 3), (2, 0), (last, None)):  # once, nobody has begun
+        streams = [stream(ranks, rank) for rank in range(ranks)]
+        for each in streams:
+            if state is not None:
+                each.load_state_dict(state)
+            given += islice(each, count)
+        state = merge([each.state_dict() for each in streams])
+    assert given.count("b") == 120
+    assert given.count("a") == step + (step - 19) % last  # each rank has the same number
 
 
 def test_streams_may_be_added_at_a_resume() -> None:
@@ -150,8 +212,14 @@ def test_costs_are_numbers() -> None:
     assert json.dumps(state) == used
     assert "float" in raised(Pack(stream_of([0.4]), {"tokens": 1}, lambda sample: sample))[1][0]
     assert "length -1" in raised(Bucket(stream_of("a"), lambda sample: -1, max_tokens=1))[1][0]
-    with pytest.raises(ConfigurationError, match="never get there"):
-        [*Mix([stream_of("aaa"), stream_of("bbb")], [(0, [1, 0]), (8, [0, 1])])]
+    for cost in (-1, float("inf"), float("nan")):
+        assert "cost of a sample" in raised(Mix([stream_of("a")], [1], by=lambda _, cost=cost: cost))[1][0]
+    assert "".join(Mix([stream_of("aa"), stream_of("b")], [1, 1], by=lambda _: 0)) == "aab"
+    budgets = {"tokens": 2, "images": 1}
+    for found in (1, {"tokens": 1, "images": -1}):
+        _, (error,) = raised(Pack(stream_of("a"), budgets, lambda _, own=found: own))
+        assert "for each of ['tokens', 'images']" in error
+    assert "".join(Mix([stream_of("aaa"), stream_of("bbb")], [(0, [1, 0]), (8, [0, 1])])) == "aaabbb"
 
 
 def test_samples_are_shuffled_near_their_places() -> None:
@@ -162,12 +230,32 @@ def test_samples_are_shuffled_near_their_places() -> None:
     assert [*Shuffle(stream_of(range(50)), 10, seed=1)] != [*Shuffle(stream_of(range(50)), 10)]
 
 
+def test_each_shuffle_has_an_order_of_its_own() -> None:
+    """Other numbers in each epoch, part of a chain, worker, and in each 4,096 samples."""
+
+    def stream() -> Stream[int]:
+        return Shuffle(ShardedStream([range(50), range(50, 100)], lambda shard, start: shard[start:], shuffle=False), 9)
+
+    def one() -> Stream[int]:
+        return Shuffle(stream_of(range(50)), 9)
+
+    same = one()
+    assert [*same] != [*same]
+    mixed = [*Mix([one(), one()], [1, 1])]
+    assert mixed[::2] != mixed[1::2]
+    own = [*DataLoader(stream(), None, num_workers=2, worker_backend="thread")]
+    assert sorted(own) == [*range(100)]
+    assert [number % 50 for number in own[::2]] != [number % 50 for number in own[1::2]]
+    moved = [number - place for place, number in enumerate(Shuffle(stream_of(range(8500)), 100))]
+    assert moved[100:4000] != moved[4196:8096]
+
+
 def test_blocks_are_full() -> None:
-    """Lengths as of documents: 98.5 % of a block at least; of two budgets 95 % of the tighter one."""
+    """Lengths as of documents: 99.5 % of a block at least; of two budgets 95 % of the tighter one."""
     draw = random.Random(0)
     lengths = [min(8192, int(draw.lognormvariate(6, 1.2)) + 1) for _ in range(6000)]
     blocks = [*Pack(stream_of(lengths), {"tokens": 8192}, lambda length: length)]
-    assert sum(lengths) / (8192 * len(blocks)) > 0.985
+    assert sum(lengths) / (8192 * len(blocks)) > 0.995
     assert sorted(length for block in blocks for length in block) == sorted(lengths)
     names = {"tokens": 8192, "images": 16}
     pairs = [{"tokens": length, "images": min(16, int(draw.expovariate(0.5) + length / 2000))} for length in lengths]
@@ -175,6 +263,10 @@ def test_blocks_are_full() -> None:
     fills = [sum(pair[name] for pair in pairs) / len(blocks) / most for name, most in names.items()]
     assert max(fills) > 0.95
     assert all(sum(pair[name] for pair in block) <= most for block in blocks for name, most in names.items())
+    triples = [{**pair, "audio": draw.randrange(70)} for pair in pairs]
+    names["audio"] = 100
+    for block in Pack(stream_of(triples), names, lambda triple: triple):
+        assert all(sum(triple[name] for triple in block) <= most for name, most in names.items())
 
 
 def test_short_samples_do_not_wait_for_long() -> None:
@@ -203,11 +295,23 @@ def test_long_samples_are_refused_dropped_or_cut() -> None:
     ]
     split = [*Pack(stream_of(words), {"letters": 5}, len, split=True)]
     assert split == [["aaaa", "b"], ["bbbbb"], ["bbbbb"], ["b", "c", "dd"]]
-    rows = [{"input_ids": [1, 2, 3, 4, 5, 6, 7], "mask": [0, 0, 0, 0, 0, 0, 1], "name": "x"}]
+    given, errors = raised(Pack(stream_of(words), {"letters": 5}, len, too_long="cut", cut=lambda *_: 1 // 0))
+    assert given == [["aaaa", "c"], ["dd"]]
+    assert "sample 1 of shard 0" in errors[0]
+
+    def cut_once(word: str, start: int, stop: int) -> str:
+        return word[start:stop] if start == 0 else word[1 // 0]
+
+    words = ["b" * 9, "aaaa", "c", "dd"]
+    given, errors = raised(Pack(stream_of(words), {"letters": 7}, len, too_long="cut", cut=cut_once))
+    assert given == [["b" * 7], ["aaaa", "c", "dd"]]  # what was left of the first is gone
+    assert "sample 0 of shard 0" in errors[0]
+    others = {"name": "x" * 7, "weight": torch.tensor(1.0)}
+    rows = [{"input_ids": [1, 2, 3, 4, 5, 6, 7], "mask": [0, 0, 0, 0, 0, 0, 1], **others}]
     parts = [*Pack(stream_of(rows), {"tokens": 4}, lambda row: len(row["input_ids"]), too_long="cut")]
     assert parts == [
-        [{"input_ids": [1, 2, 3, 4], "mask": [0, 0, 0, 0], "name": "x"}],
-        [{"input_ids": [5, 6, 7], "mask": [0, 0, 1], "name": "x"}],
+        [{"input_ids": [1, 2, 3, 4], "mask": [0, 0, 0, 0], **others}],
+        [{"input_ids": [5, 6, 7], "mask": [0, 0, 1], **others}],
     ]
 
 
@@ -230,10 +334,11 @@ def test_batches_are_of_like_lengths() -> None:
     laid_out = [len(batch) * max(map(len, batch)) for batch in batches]
     assert max(laid_out) <= 800
     assert sum(map(len, words)) / sum(laid_out) > 0.9
-    bounded = [*Bucket(stream_of(words), len, max_tokens=800, bounds=[25, 50, 100], max_samples=20)]
-    assert max(map(len, bounded)) <= 20
+    assert [*Bucket(stream_of(["aaa", "bb", "ccc", "d"]), len, max_tokens=9)] == [["aaa", "bb", "ccc"], ["d"]]
+    bounded = [*Bucket(stream_of(words), len, max_tokens=800, bounds=[50, 25, 100])]
     assert all(len({(len(word) > 25) + (len(word) > 50) for word in batch}) == 1 for batch in bounded)
-    assert "length 9" in raised(Bucket(stream_of(["x" * 9]), len, max_tokens=8))[1][0]
+    for bounds in ([], [8], [10]):
+        assert "length 9" in raised(Bucket(stream_of(["x" * 9]), len, max_tokens=9 - (not bounds), bounds=bounds))[1][0]
 
 
 def test_what_cannot_work_is_refused_at_once() -> None:
@@ -250,14 +355,14 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         (lambda: Map(stream, 3), "fn should be a function"),  # type: ignore[arg-type]
         (lambda: Mix([stream, stream_of("abc", num_replicas=2, rank=0)], [1, 1]), "one rank"),
         (lambda: Mix([], []), "streams should be"),
-        (lambda: Mix([stream], [1, 1]), "1 numbers"),
+        (lambda: Mix([stream], [1, 1]), "1 sources"),
         (lambda: Mix([stream], [(5, [1])]), "from sample 0"),
         (lambda: Mix([stream], [0]), "not all 0"),
         (lambda: Mix([stream], [1], stop="last"), "stop"),  # type: ignore[arg-type]
         (lambda: Pack(stream, 8192, len), "budgets"),  # type: ignore[arg-type]
         (lambda: Pack(stream, {"a": 1, "b": 2}, len, split=True), "one budget"),
         (lambda: Pack(stream, {"a": 1}, 3), "lengths should be"),  # type: ignore[arg-type]
-        (lambda: Bucket(stream, len, max_tokens=8, bounds=[4, 2]), "ascending"),
+        (lambda: Bucket(stream, len, max_tokens=8, bounds=[4, 0]), "a bound"),
         (lambda: Bucket(stream, 3, max_tokens=8), "length should be"),  # type: ignore[arg-type]
     ]:
         with pytest.raises(ConfigurationError, match=words):

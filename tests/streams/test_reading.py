@@ -6,11 +6,9 @@ import gzip
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from asyncloader.errors import ConfigurationError
 from asyncloader.streams import ShardedStream
 from asyncloader.streams.reading import json_lines, parquet_rows, text_lines
 
@@ -35,6 +33,8 @@ def test_lines_are_read_from_any_number_on(ending: str, tmp_path: Path) -> None:
     first, second, bad, last = json_lines(str(path), 0)
     assert (first, second, type(bad), last) == ({"a": 1}, [2], json.JSONDecodeError, "last")
     assert [*json_lines(path, 3)] == ["last"]
+    deep, after = json_lines(written(tmp_path / f"deep.jsonl{ending}", b"[" * 100_000 + b"\n1"), 0)
+    assert (type(deep), after) == (RecursionError, 1)
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -45,18 +45,6 @@ def test_a_file_that_is_cut_short_is_an_error(ending: str, tmp_path: Path) -> No
     with pytest.raises((EOFError, OSError)) as caught:
         [*ShardedStream([path], json_lines)]
     assert f"lines.jsonl{ending}" in caught.value.__notes__[0]
-
-
-def test_what_is_missing_for_zstandard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package to install."""
-
-    def nothing(name: str) -> Any:
-        raise ImportError(name)
-
-    (tmp_path / "a.zst").touch()
-    monkeypatch.setattr(importlib, "import_module", nothing)
-    with pytest.raises(ConfigurationError, match="install pyarrow"):
-        [*text_lines(tmp_path / "a.zst", 0)]
 
 
 def test_rows_of_parquet_are_read_by_the_group(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
     pytest collects ──fork──> a copy: is given places of tests, runs them, sends the reports
                     ──fork──> a copy ...
-    and shows the reports. A copy that dies fails the test that it was at, and another one goes on with the rest.
+    and shows the reports. A copy that dies fails the test that it was at, and another one goes on with the rest. How
+    far it has come stands in memory that both have: a message for each step would cost 8 s of CPU time in all.
 
 Imports and collection would be 40 s of CPU time in six processes that each start anew; here they are made
-once. Tests marked `alone` are about time, or how busy the machine is: one copy runs them when all others have ended.
+once. Tests that take the whole machine (`ALONE`) run one after the other, when all others have ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -25,7 +27,9 @@ from typing import Any
 
 import pytest
 
-ALONE = ("alone", "soak", "benchmark", "gpu")
+from tests.support import fork_server
+
+ALONE = ("soak", "benchmark", "gpu")
 LARGEST_PIECE = 60
 ENDS_WITHIN_S = 30.0
 OWNER = pytest.StashKey[int]()
@@ -67,23 +71,27 @@ class Copy:
 
     Attributes:
         number: Its number, counted from 0.
-        given: The tests that it has not begun, by their places among all.
-        at: The test that it is at.
+        given: All tests that it was given, by their places among all.
         code: How it has ended, as of a process; None: it has not.
     """
 
     def __init__(self, session: pytest.Session, number: int, others: Sequence[Copy]) -> None:
         self.number = number
-        self.given: deque[int] = deque()
-        self.at: int | None = None
+        self.given: list[int] = []
         self.code: int | None = None
+        self._counts = memoryview(mmap.mmap(-1, 16)).cast("q")  # of the tests that it has begun, and ended
         self.connection, theirs = multiprocessing.Pipe()
         self.pid = os.fork()
         if self.pid == 0:
             for copy in (*others, self):
                 copy.connection.close()
-            run_tests(session, number, theirs)
+            run_tests(session, number, theirs, self._counts)
         theirs.close()
+
+    def split(self) -> tuple[int | None, list[int]]:
+        """Return the test that it is at, if it is at one, and those that it has not begun."""
+        begun, ended = self._counts
+        return self.given[begun - 1] if begun > ended else None, self.given[begun:]
 
     def has_ended(self) -> bool:
         """Whether it is gone; to be asked before what it has sent is read for the last time."""
@@ -150,18 +158,14 @@ class Crew:
 
     def _hear(self, copy: Copy, what: str, content: Any) -> None:
         hook = self._session.config.hook
-        if what == "at":
-            copy.at = copy.given.popleft()
-        elif what == "report":
+        if what == "report":
             report = hook.pytest_report_from_serializable(config=self._session.config, data=content)
             hook.pytest_runtest_logreport(report=report)
         else:
-            copy.at = None if what == "done" else copy.at
-            if what == "more":
-                given = self._next_piece(from_end=copy.number % 2 == 1)
-                copy.given.extend(given)
-                with contextlib.suppress(ConnectionError):
-                    copy.connection.send(given)
+            given = self._next_piece(from_end=copy.number % 2 == 1)
+            copy.given += given
+            with contextlib.suppress(ConnectionError):
+                copy.connection.send(given)
 
     def _next_piece(self, *, from_end: bool) -> list[int]:
         """Return tests for a copy, in their order. Every other copy begins at the end of what is left.
@@ -178,9 +182,10 @@ class Crew:
     def _let_go(self, copy: Copy) -> None:
         self._copies.remove(copy)
         copy.connection.close()
-        self._left.extendleft(reversed(copy.given))
-        if copy.at is not None:
-            item = self._session.items[copy.at]
+        at, left = copy.split()
+        self._left.extendleft(reversed(left))
+        if at is not None:
+            item = self._session.items[at]
             how = f"was killed by signal {-copy.code}" if copy.code and copy.code < 0 else f"exited with {copy.code}"
             text = f"the process that ran {item.nodeid} {how}"
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
@@ -192,8 +197,10 @@ class Crew:
 # ------------------------------------------------------------------------------------------------ the side of a copy
 
 
-def run_tests(session: pytest.Session, number: int, connection: multiprocessing.connection.Connection) -> None:
-    """Run the tests that this copy is given, and end."""
+def run_tests(
+    session: pytest.Session, number: int, connection: multiprocessing.connection.Connection, counts: memoryview
+) -> None:
+    """Run the tests that this copy is given, and end. Count those that are begun, and those that have ended."""
     code = 1
     try:
         gc.freeze()  # a collection would write to every page
@@ -201,10 +208,10 @@ def run_tests(session: pytest.Session, number: int, connection: multiprocessing.
         # Of each test the next one has to be known, for which its fixtures may stay.
         for place, following in itertools.pairwise(itertools.chain(places(connection), [None])):
             assert place is not None
-            connection.send(("at", None))
+            counts[0] += 1
             item, nextitem = session.items[place], None if following is None else session.items[following]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
-            connection.send(("done", None))
+            counts[1] += 1
         code = 0
     except (KeyboardInterrupt, ConnectionError):
         with contextlib.suppress(BaseException):
@@ -216,6 +223,7 @@ def run_tests(session: pytest.Session, number: int, connection: multiprocessing.
 def become_copy(config: pytest.Config, number: int, connection: multiprocessing.connection.Connection) -> None:
     """Have this process a capture, a folder and a terminal of its own; reports go to the process that shows them."""
     config.stash[OWNER] = os.getpid()
+    fork_server.share()
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
     capture.stop_global_capturing()
     capture.start_global_capturing()
@@ -236,14 +244,16 @@ def _terminal(config: pytest.Config) -> Any:
 
 
 class Teller:
-    """A plugin of a copy: sends the reports."""
+    """A plugin of a copy: sends the reports, but for those that say that before and after a test all was well."""
 
     def __init__(self, config: pytest.Config, connection: multiprocessing.connection.Connection) -> None:
         self._config = config
         self._connection = connection
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send a report."""
+        """Send a report, unless nobody would look at it."""
+        if report.passed and report.when != "call" and not report.sections:
+            return
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._connection.send(("report", data))
 

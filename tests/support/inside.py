@@ -117,14 +117,9 @@ def leases(pool: SlabPool) -> tuple[Any, ...]:
     return tuple(pool._leases)
 
 
-def forget_trim(pool: SlabPool) -> None:
-    """Have a pool plan its next trim as if it had planned none."""
-    pool._trim_planned = False
-
-
 def free_bytes(recycler: Any) -> int:
     """Return the bytes of blocks that wait to be used again."""
-    return sum(len(memory) for _, memory in recycler._free)
+    return sum(len(memory) for _, memory in recycler.free)
 
 
 def idle_bytes(heap: Heap) -> int:

@@ -106,12 +106,23 @@ def descendants(pid: int) -> set[int]:
     """Find the children of a process, their children and so on; dead ones that nobody has reaped count."""
     if not sys.platform.startswith("linux"):
         return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    if pid == os.getpid() and not _has_children():
+        return set()
     found: set[int] = set()
     with contextlib.suppress(OSError):  # the process is gone
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as children:
                 found |= {int(child) for child in children.read().split()}  # unless the thread is gone
     return found.union(*map(descendants, found))
+
+
+def _has_children() -> bool:
+    """Whether this process has any, dead or alive: one call, where to look for them takes two for each thread."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def descriptors() -> dict[int, str]:

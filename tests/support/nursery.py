@@ -143,6 +143,11 @@ def main() -> types.CodeType:
     from tests.support import small_forks
 
     with contextlib.suppress(ImportError):
+        import psutil  # noqa: F401
+        import rich.console
+        import rich.progress
+        import rich.table  # noqa: F401
+        import typer  # noqa: F401
         import uvloop  # noqa: F401
 
     torch.empty(0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from asyncloader.engine.finisher import Finisher
-from asyncloader.worker.guarded_loop import GuardedLoop
+from asyncloader.loops import GuardedLoop
 
 
 def pins(loop: GuardedLoop, copy: Callable[[Any], Any]) -> Finisher:

@@ -18,4 +18,4 @@ def run_python(*arguments: str | Path, python: str | Path = sys.executable) -> s
     filters = [part for allowed in ALLOWED_WARNINGS for part in ("-W", allowed)]
     command = [python, "-W", "error", *filters, *arguments]
     quiet = {**os.environ, "TQDM_DISABLE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, cwd="/", env=quiet, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, cwd="/", env=quiet, check=False)

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncloader.transport.slab import SlabPool
-from tests.transport.wire import make_pool
+from tests.transport.wire import Pool
 
 
 @pytest.fixture
-def pool() -> Iterator[SlabPool]:
-    """A pool of its own, of 1 GiB; after the test no region may be in use."""
-    made = make_pool()
+def pool() -> Iterator[Pool]:
+    """A pool of its own; after the test no region may be in use."""
+    made = Pool()
     yield made
     made.close()

@@ -11,11 +11,9 @@ import resource
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncloader.transport import arena
-from asyncloader.transport.arena import PAGE, Arena, Extents
+from asyncloader.transport.arena import PAGE, Arena
 from tests.support import inside
 from tests.support.nursery import Program
 
@@ -24,16 +22,8 @@ pytestmark = pytest.mark.interpreter
 SIZE = 1 << 28
 
 
-def made(size: int = SIZE, *, is_memfd: bool = True) -> Arena:
-    """Return an arena in a memfd, or in POSIX shared memory as where a sandbox forbids memfds."""
-
-    def forbidden(*args: object) -> int:
-        raise OSError(errno.ENOSYS, "no")
-
-    with pytest.MonkeyPatch.context() as patched:
-        if not is_memfd:
-            patched.setattr(os, "memfd_create", forbidden)
-        memory = arena.create(size)
+def made(size: int = SIZE) -> Arena:
+    memory = arena.create(size)
     assert memory is not None
     return memory
 
@@ -46,10 +36,9 @@ def read(memory: Arena, offset: int, length: int) -> bytes:
     return ctypes.string_at(memory.base + offset, length)
 
 
-@pytest.mark.parametrize("is_memfd", [True, False])
-def test_memory_is_reserved_written_and_given_back(is_memfd: bool) -> None:
+def test_memory_is_reserved_written_and_given_back() -> None:
     """What was punched reads as zeros and can be reserved again."""
-    memory = made(is_memfd=is_memfd)
+    memory = made()
     assert memory.reserve(4 * PAGE, 8 * PAGE)
     write(memory, 4 * PAGE, b"here")
     assert read(memory, 4 * PAGE, 4) == b"here"
@@ -66,8 +55,8 @@ def _write_from_a_worker(*arenas: Arena) -> None:
 
 
 def test_another_process_writes_to_it(start_method: str) -> None:
-    """Arenas, of either kind, go to a worker whichever way that is started."""
-    arenas = [made(), made(is_memfd=False)]
+    """Arenas go to a worker whichever way that is started."""
+    arenas = [made(), made()]
     context = multiprocessing.get_context(start_method)
     process = context.Process(target=_write_from_a_worker, args=arenas)
     process.start()
@@ -126,51 +115,16 @@ def test_it_is_smaller_where_addresses_are_limited(run: Callable[..., Program]) 
     assert done.returncode == 0, done.explain("")
 
 
-def test_reserving_more_than_there_is_fails_and_takes_nothing() -> None:
-    """It is an answer, not an error or a signal: beyond the end of /dev/shm there is nothing."""
-    blocks = os.statvfs("/dev/shm")
-    free = blocks.f_bavail * blocks.f_frsize
-    if free > 1 << 36:
-        pytest.skip("/dev/shm has no end here")
-    memory = made(2 * free, is_memfd=False)
-    assert not memory.reserve(0, 2 * free)
-    assert os.fstat(inside.descriptor(memory)).st_blocks == 0
-    memory.close()
+def test_without_memfds_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox that forbids them: batches go through the channels."""
 
+    def forbidden(*args: object) -> int:
+        raise OSError(errno.ENOSYS, "no")
 
-def test_shared_memory_without_memfds_has_no_name() -> None:
-    """So that nothing is left of it after kill -9; and programs that the trainer starts do not inherit it."""
-    memory = made(is_memfd=False)
-    path = os.readlink(f"/proc/self/fd/{inside.descriptor(memory)}")
-    assert path.startswith("/dev/shm/")
-    assert path.endswith(" (deleted)")
-    assert not os.get_inheritable(inside.descriptor(memory))
-    memory.close()
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    assert arena.create(SIZE) is None
 
 
 def test_page_is_that_of_the_machine() -> None:
     """Regions are whole pages."""
     assert mmap.PAGESIZE == PAGE
-
-
-@given(st.data())
-def test_extents_never_overlap(data: st.DataObject) -> None:
-    """Parts taken never overlap; when all are given back there is one extent again."""
-    extents = Extents([(0, 100)])
-    taken: list[tuple[int, int]] = []
-    for _ in range(data.draw(st.integers(0, 40))):
-        if taken and data.draw(st.booleans()):
-            extents.give(*taken.pop(data.draw(st.integers(0, len(taken) - 1))))
-            continue
-        length = data.draw(st.integers(1, 30))
-        offset = extents.take(length)
-        free = 100 - sum(size for _, size in taken)
-        if offset is None:
-            assert length > 1 or free == 0
-        else:
-            assert 0 <= offset <= 100 - length
-            assert all(offset + length <= first or first + size <= offset for first, size in taken)
-            taken.append((offset, length))
-    for part in taken:
-        extents.give(*part)
-    assert extents.take(100) == 0

@@ -19,15 +19,15 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.heap import Heap
-from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import INLINE_MAX
 from asyncloader.transport.worker_heap import heap_for_a_worker
+from tests.transport.wire import Pool
 
 Outcome = tuple[str, Any]
 
 
 @pytest.fixture
-def installed(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Encoder, Heap]]:
+def installed(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Encoder, Heap]]:
     """This process is a worker for a while: our entries are in torch's map, and torch thinks so too."""
     monkeypatch.setattr(torch_collate, "default_collate_fn_map", dict(torch_collate.default_collate_fn_map))
     monkeypatch.setattr(torch_worker, "_worker_info", object())
@@ -235,7 +235,7 @@ def test_large_results_lie_in_slabs(installed: tuple[Encoder, Heap]) -> None:
     assert not is_in_slab(tensors)
 
 
-def test_what_the_user_put_into_the_map_stays(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_put_into_the_map_stays(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Additions and replacements are not touched, and arrays go through a replaced entry for tensors, as with torch."""
 
     def mine(batch: Any, *, collate_fn_map: Any = None) -> str:

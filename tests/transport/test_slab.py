@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,19 +25,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch.utils.data import default_collate
 
-from asyncloader import DataLoader, machine
+from asyncloader import DataLoader
 from asyncloader.transport import arena, heap, slab
 from asyncloader.transport.codec import Encoder
-from asyncloader.transport.free_list import Region, gaps
+from asyncloader.transport.free_list import Region
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import Array
 from asyncloader.transport.worker_heap import heap_for_a_worker
-from asyncloader.worker import transport as worker_transport
+from asyncloader.worker import channel as worker_channel
 from tests.support import effort, inside
 from tests.support.effort import examples
 from tests.support.forks import forked
 from tests.support.patience import wait_until
-from tests.transport.wire import Worker, make_pool, receive, worker
+from tests.transport.wire import Pool, Worker, bound, receive, worker
 
 FLOATS = 1 << 18  # 1 MiB
 MIB = 1 << 20
@@ -91,12 +90,12 @@ def collated_in_vain(number: int) -> Any:
     return number
 
 
-def is_in_arena(pool: SlabPool, tensor: torch.Tensor) -> bool:
+def is_in_arena(pool: Pool, tensor: torch.Tensor) -> bool:
     memory = inside.arena(pool)
     return memory is not None and memory.base <= tensor.data_ptr() < memory.base + memory.size
 
 
-def leased(pool: SlabPool) -> int:
+def leased(pool: Pool) -> int:
     pool.drain()
     return pool.leased_bytes
 
@@ -105,7 +104,7 @@ def large_or_collated(number: int) -> torch.Tensor:
     return large(number) if number % 2 else collated(number)
 
 
-def test_a_large_tensor_comes_in_a_slab(pool: SlabPool, start_method: str) -> None:
+def test_a_large_tensor_comes_in_a_slab(pool: Pool, start_method: str) -> None:
     """Its bytes are not in the payload, its values are right, it can be written, its storage is just as large."""
     with worker(pool, large_or_collated, start_method) as made:
         for number in range(10):
@@ -119,7 +118,7 @@ def test_a_large_tensor_comes_in_a_slab(pool: SlabPool, start_method: str) -> No
     assert leased(pool) == 0
 
 
-def test_memory_is_used_again(pool: SlabPool) -> None:
+def test_memory_is_used_again(pool: Pool) -> None:
     """A consumer that drops its batches needs two slabs or three however many come."""
     with worker(pool, large) as made:
         made.get(0)
@@ -132,18 +131,28 @@ def test_memory_is_used_again(pool: SlabPool) -> None:
     assert pool.reserved_bytes <= 4 * 1.07 * MIB
 
 
-def test_slabs_serve_the_workers_after(pool: SlabPool) -> None:
-    """What one worker has warmed another one gets; what one had that was killed is given back."""
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_a_worker_had_is_given_back(pool: Pool, is_killed: bool) -> None:
+    """At its end, but for what is in use here, which is given back later; the workers after have its addresses."""
+    kept = None
     for number in range(10):
         with worker(pool, large) as made:
-            made.get(0)
-            made.send(1)
-            if number % 2:
+            held = made.get(number)
+            made.send(number)
+            if is_killed:
                 made.kill()
-        assert pool.reserved_bytes <= (0 if number % 2 else 4 * 1.07 * MIB)
+        assert pool.reserved_bytes <= (1 if kept is None else 2) * 1.07 * MIB
+        kept = held
+        del held
+    assert kept is not None
+    assert (kept == 9).all()
+    del kept
+    pool.drain()
+    assert (pool.reserved_bytes, pool.leased_bytes) == (0, 0)
+    assert os.fstat(inside.descriptor(inside.arena(pool))).st_blocks == 0
 
 
-def test_batches_that_are_kept_stay_as_they_are(pool: SlabPool) -> None:
+def test_batches_that_are_kept_stay_as_they_are(pool: Pool) -> None:
     """A program that keeps every batch has every batch."""
     with worker(pool, large) as made:
         kept = [made.get(number) for number in range(30)]
@@ -154,7 +163,7 @@ def test_batches_that_are_kept_stay_as_they_are(pool: SlabPool) -> None:
     assert leased(pool) == 0
 
 
-def test_a_kept_label_holds_no_image(pool: SlabPool) -> None:
+def test_a_kept_label_holds_no_image(pool: Pool) -> None:
     """Small tensors do not travel in slabs."""
     with worker(pool, large_and_label) as made:
         kept = [made.get(number)["label"] for number in range(50)]
@@ -163,7 +172,7 @@ def test_a_kept_label_holds_no_image(pool: SlabPool) -> None:
     assert pool.reserved_bytes <= 4 * 1.07 * MIB
 
 
-def test_a_lease_ends_with_the_last_view(pool: SlabPool) -> None:
+def test_a_lease_ends_with_the_last_view(pool: Pool) -> None:
     """Views, arrays, and views of arrays hold the slab."""
     with worker(pool, large) as made:
         batch = made.get(3)
@@ -192,7 +201,7 @@ MOVES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("move", MOVES)
-def test_who_looks_at_a_batch_sees_it_unchanged_wherever_it_moves(pool: SlabPool, look: str, move: str) -> None:
+def test_who_looks_at_a_batch_sees_it_unchanged_wherever_it_moves(pool: Pool, look: str, move: str) -> None:
     """A storage may move to other memory in place: a slab that arrays still show is not used again; then it is."""
     with worker(pool, large) as made:
         batch = made.get(3)
@@ -207,7 +216,7 @@ def test_who_looks_at_a_batch_sees_it_unchanged_wherever_it_moves(pool: SlabPool
         assert leased(pool) == 0
 
 
-def test_small_tensors_that_move_are_not_freed_under_somebodys_eyes(pool: SlabPool) -> None:
+def test_small_tensors_that_move_are_not_freed_under_somebodys_eyes(pool: Pool) -> None:
     """Their memory lives as long as anything shows it."""
     with worker(pool, lambda number: torch.full((1000,), number)) as made:
         batches = [made.get(number) for number in range(50)]
@@ -220,7 +229,7 @@ def test_small_tensors_that_move_are_not_freed_under_somebodys_eyes(pool: SlabPo
         del others
 
 
-def test_a_lease_ends_in_another_thread_and_in_a_cycle(pool: SlabPool) -> None:
+def test_a_lease_ends_in_another_thread_and_in_a_cycle(pool: Pool) -> None:
     """Where and how the last reference goes makes no difference."""
     with worker(pool, large) as made:
         box = [made.get(0)]
@@ -239,7 +248,7 @@ def test_a_lease_ends_in_another_thread_and_in_a_cycle(pool: SlabPool) -> None:
         assert leased(pool) == 0
 
 
-def test_leases_end_in_many_threads_at_once(pool: SlabPool) -> None:
+def test_leases_end_in_many_threads_at_once(pool: Pool) -> None:
     """Batches are dropped by four threads while the loop thread lends and decodes; every value is right."""
     queue: deque[torch.Tensor] = deque()
     wrong: list[int] = []
@@ -276,7 +285,7 @@ def test_leases_end_in_many_threads_at_once(pool: SlabPool) -> None:
     assert leased(pool) == 0
 
 
-def test_views_of_one_tensor_come_in_one_slab(pool: SlabPool) -> None:
+def test_views_of_one_tensor_come_in_one_slab(pool: Pool) -> None:
     """Two parts of what was collated in one slab are leased together."""
     with worker(pool, two_views) as made:
         first, second = made.get(7)
@@ -289,7 +298,7 @@ def test_views_of_one_tensor_come_in_one_slab(pool: SlabPool) -> None:
         assert leased(pool) == 0
 
 
-def test_an_array_over_a_slab_is_not_copied(pool: SlabPool) -> None:
+def test_an_array_over_a_slab_is_not_copied(pool: Pool) -> None:
     """numpy's view of what was collated in a slab is described as well; it arrives writable."""
     with worker(pool, array_in_slab) as made:
         array = made.get(2)
@@ -299,7 +308,7 @@ def test_an_array_over_a_slab_is_not_copied(pool: SlabPool) -> None:
         del array
 
 
-def test_a_part_of_an_array_over_a_slab_begins_where_it_began(pool: SlabPool) -> None:
+def test_a_part_of_an_array_over_a_slab_begins_where_it_began(pool: Pool) -> None:
     """What lies before it in the slab is not taken for it."""
     with worker(pool, end_of_an_array_in_slab) as made:
         array = made.get(5)
@@ -308,7 +317,7 @@ def test_a_part_of_an_array_over_a_slab_begins_where_it_began(pool: SlabPool) ->
         del array
 
 
-def test_what_a_worker_keeps_is_not_written_over(pool: SlabPool) -> None:
+def test_what_a_worker_keeps_is_not_written_over(pool: Pool) -> None:
     """A collate_fn that caches what it collated in slabs finds it unchanged, and returns it again."""
     with worker(pool, collated_and_kept) as made:
         for number in range(60):
@@ -318,7 +327,7 @@ def test_what_a_worker_keeps_is_not_written_over(pool: SlabPool) -> None:
     assert leased(pool) == 0
 
 
-def test_what_is_collated_in_vain_is_used_again(pool: SlabPool) -> None:
+def test_what_is_collated_in_vain_is_used_again(pool: Pool) -> None:
     """A slab whose batch failed, or was not returned, serves the next one."""
     with worker(pool, collated_in_vain) as made:
         for number in range(60):
@@ -330,7 +339,7 @@ def test_what_is_collated_in_vain_is_used_again(pool: SlabPool) -> None:
     assert pool.reserved_bytes <= 2 * 1.07 * MIB
 
 
-def test_random_sizes_held_for_random_times(pool: SlabPool) -> None:
+def test_random_sizes_held_for_random_times(pool: Pool) -> None:
     """Memory does not grow past what is held and what is lent, nothing leaks, every byte is right."""
     chance = random.Random(0)
     held: dict[int, Any] = {}
@@ -356,9 +365,9 @@ def test_random_sizes_held_for_random_times(pool: SlabPool) -> None:
     assert leased(pool) == 0
 
 
-def test_over_the_budget_batches_come_inline() -> None:
+def test_over_the_budget_batches_come_inline(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever keeps more than the budget gets everything, and slabs again when memory is free again."""
-    pool = make_pool(8 * MIB)
+    bound(monkeypatch, pool, 8 * MIB)
     with worker(pool, large) as made:
         kept = [made.get(number) for number in range(20)]
         assert pool.reserved_bytes <= 8 * MIB
@@ -369,7 +378,6 @@ def test_over_the_budget_batches_come_inline() -> None:
             assert torch.equal(batch, large(number))
         del kept, batch
         assert is_in_arena(pool, made.get(0))
-    pool.close()
 
 
 def sent_and_returned(owner: heap.Heap, count: int) -> None:
@@ -382,7 +390,7 @@ def sent_and_returned(owner: heap.Heap, count: int) -> None:
     owner.returned(offsets)
 
 
-def test_surplus_is_given_back_when_demand_falls(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surplus_is_given_back_when_demand_falls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After two periods in which less was used, what they did not use has gone, in small steps."""
     record = heap_for_a_worker(pool)
     owner = record.hand_over(1)
@@ -397,23 +405,9 @@ def test_surplus_is_given_back_when_demand_falls(pool: SlabPool, monkeypatch: py
     record.reclaim()
 
 
-def test_an_idle_pool_gives_everything_back(pool: SlabPool) -> None:
-    """Some seconds after the last worker has gone, by the loop's timer, in pieces."""
-    planned: list[tuple[float, Callable[[], None]]] = []
-    loop = Mock(call_later=lambda delay_s, call: planned.append((delay_s, call)))
-    pool.loop = loop
-    with worker(pool, large) as made:
-        kept = [made.get(number) for number in range(10)]
-        del kept
-    assert [delay_s for delay_s, _ in planned] == [heap.PERIOD_S]
-    while planned:
-        planned.pop()[1]()
-    assert pool.reserved_bytes == 0
-
-
 def test_a_persistent_worker_that_waits_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two epochs; a batch that is held stays as it is, and the next epoch is as ever."""
-    monkeypatch.setattr(worker_transport, "_IDLE_S", 0.2)
+    monkeypatch.setattr(worker_channel, "SILENCE_S", 0.2)
     pool, held = slab.slab_pool(), None
     before = pool.reserved_bytes
     samples = [torch.full((FLOATS,), float(number)) for number in range(16)]
@@ -429,22 +423,16 @@ def test_a_persistent_worker_that_waits_gives_its_memory_back(monkeypatch: pytes
     loader.close()
 
 
-def test_memory_that_cannot_be_given_back_keeps_no_loop_busy(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some sandboxes punch no holes: what is idle stays, for the next worker."""
-    planned: list[tuple[float, Callable[[], None]]] = []
-    pool.loop = Mock(call_later=lambda delay_s, call: planned.append((delay_s, call)))
-    with worker(pool, large) as made:
-        made.get(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(arena.Arena, "punch", lambda *args: False)
-        planned.pop()[1]()
-        assert not planned
-        assert pool.reserved_bytes >= MIB
-    with worker(pool, large) as made:
-        made.get(1)
+def test_memory_that_cannot_be_given_back(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some sandboxes punch no holes: the next worker uses what is there."""
+    monkeypatch.setattr(arena.Arena, "punch", lambda *args: False)
+    for number in range(5):
+        with worker(pool, large) as made:
+            assert torch.equal(made.get(number), large(number))
+        assert pool.reserved_bytes == MIB
 
 
-def test_an_epoch_after_the_other_finds_its_memory(pool: SlabPool) -> None:
+def test_an_epoch_after_the_other_finds_its_memory(pool: Pool) -> None:
     """New workers for each epoch, with the last batch of the last one still in hand."""
     batch = None
     for _ in range(12):
@@ -456,17 +444,7 @@ def test_an_epoch_after_the_other_finds_its_memory(pool: SlabPool) -> None:
     del batch
 
 
-def test_trim_gives_all_free_memory_back(pool: SlabPool) -> None:
-    """At once, and the memory is really gone."""
-    with worker(pool, large) as made:
-        del [made.get(number) for number in range(10)][:]
-    assert pool.reserved_bytes > 0
-    pool.trim()
-    assert (pool.reserved_bytes, pool.leased_bytes) == (0, 0)
-    assert os.fstat(inside.descriptor(inside.arena(pool))).st_blocks == 0
-
-
-def test_the_loop_hears_of_a_lease_that_ends_while_nobody_uses_slabs(pool: SlabPool) -> None:
+def test_the_loop_hears_of_a_lease_that_ends_while_nobody_uses_slabs(pool: Pool) -> None:
     """It would sleep on; but with a worker somebody comes by anyway."""
     loop = Mock()
     with worker(pool, large) as made:
@@ -474,22 +452,21 @@ def test_the_loop_hears_of_a_lease_that_ends_while_nobody_uses_slabs(pool: SlabP
         kept = [made.get(0), made.get(1)]
         kept.pop()
         loop.call_soon_threadsafe.assert_not_called()
-    inside.forget_trim(pool)  # that of the worker's end
     kept.clear()
-    loop.call_soon_threadsafe.assert_called_once_with(pool.plan_trim)
+    loop.call_soon_threadsafe.assert_called_once_with(pool.drain)
 
 
 # --------------------------------------------------------------------------------------------------------- forks
 @pytest.fixture
 def process_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabPool]:
     """The pool of the process for the time of a test: only that one is told of forks."""
-    made = make_pool()
+    made = Pool()
     monkeypatch.setattr(slab, "_pools", {os.getpid(): made})
     yield made
     inside.arena(made).close()
 
 
-def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: SlabPool) -> None:
+def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: Pool) -> None:
     """What was leased at a fork is never used again; what the child drops changes nothing in the parent."""
     pool = process_pool
     with worker(pool, large) as made:
@@ -514,7 +491,6 @@ def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: SlabPoo
         os.close(fd)
     pool.drain()
     assert pool.leased_bytes == 0
-    pool.trim()
     assert pool.reserved_bytes == pytest.approx(MIB, rel=0.1)  # the one that the child might still look at
 
 
@@ -542,19 +518,19 @@ def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) ->
     assert max(reserved) - before < 20 * MIB
 
 
-def test_a_fork_with_nothing_on_lease_costs_nothing(process_pool: SlabPool) -> None:
+def test_a_fork_with_nothing_on_lease_costs_nothing(process_pool: Pool) -> None:
     """Free regions are used again after a fork."""
     pool = process_pool
     with worker(pool, large) as made:
         for number in range(20):
             made.get(number)
             assert forked(lambda: True).wait() == 0
-    pool.trim()
+    pool.drain()
     assert pool.reserved_bytes == 0
 
 
 def test_a_batch_that_comes_right_before_a_fork_is_unchanged_in_the_child(
-    process_pool: SlabPool, monkeypatch: pytest.MonkeyPatch
+    process_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it has the slab, and what stands guard over it the address, of one that had ended."""
     pool, make_pipe = process_pool, os.pipe
@@ -575,13 +551,12 @@ def test_a_batch_that_comes_right_before_a_fork_is_unchanged_in_the_child(
     pool.after_fork()
     batches.clear()
     pool.drain()
-    pool.trim()
     assert pool.reserved_bytes == MIB  # the child has it
     for fd in hung_up:
         os.close(fd)
 
 
-def test_a_lease_that_ends_while_a_thread_is_about_to_fork(pool: SlabPool) -> None:
+def test_a_lease_that_ends_while_a_thread_is_about_to_fork(pool: Pool) -> None:
     """The loop may take it back after that thread has listed it, and before it is asked whether its tensors live."""
     memory = receive(pool, MIB)
     (lease,) = inside.leases(pool)
@@ -592,7 +567,7 @@ def test_a_lease_that_ends_while_a_thread_is_about_to_fork(pool: SlabPool) -> No
 
 
 def test_a_handler_that_raises_before_a_fork_uncovers_no_batch(
-    process_pool: SlabPool, monkeypatch: pytest.MonkeyPatch
+    process_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python writes down what the hook raises, and forks."""
     pool = process_pool
@@ -604,11 +579,10 @@ def test_a_handler_that_raises_before_a_fork_uncovers_no_batch(
     pool.after_fork()
     del batch
     pool.drain()
-    pool.trim()
     assert pool.reserved_bytes == MIB  # the child has it
 
 
-def test_a_worker_forked_while_batches_are_on_lease(process_pool: SlabPool) -> None:
+def test_a_worker_forked_while_batches_are_on_lease(process_pool: Pool) -> None:
     """They are not used again before that worker, and what it has forked in turn, have ended; then they are."""
     pool = process_pool
     loop = pool.loop = Mock(call_soon_threadsafe=lambda call, *args: call(*args))
@@ -623,7 +597,7 @@ def test_a_worker_forked_while_batches_are_on_lease(process_pool: SlabPool) -> N
     ((reading, on_ended, fork),) = [call.args for call in loop.add_reader.call_args_list]
     assert os.read(reading, 1) == b""  # it has hung up
     on_ended(fork)
-    pool.trim()
+    pool.drain()
     assert pool.reserved_bytes == 0
 
 
@@ -686,30 +660,9 @@ def test_a_child_has_a_pool_of_its_own() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- fall-backs
-def test_posix_shared_memory_does_the_same(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no memfd. It has no name in /dev/shm."""
-    with monkeypatch.context() as patched:
-        patched.delattr(os, "memfd_create")
-        memory = arena.create(1 << 28)
-    assert memory is not None
-    pool = make_pool(create_arena=lambda size: memory)
-    with worker(pool, collated, start_method) as made:
-        for number in range(10):
-            batch = made.get(number)
-            assert is_in_arena(pool, batch)
-            assert torch.equal(batch.view(-1), large(number))
-        del batch
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if " /dev/shm/" in line]
-    assert mapped
-    assert all(line.endswith("(deleted)") for line in mapped)  # other processes of these tests have names there
-    pool.trim()
-    assert pool.reserved_bytes == 0
-    pool.close()
-
-
 def test_without_any_arena_everything_comes_inline() -> None:
     """No descriptor to be had, or no address space: slower, and that is all."""
-    pool = make_pool(create_arena=lambda size: None)
+    pool = Pool(create_arena=lambda size: None)
     with worker(pool, large_and_label) as made:
         batch = made.get(1)
         assert torch.equal(batch["image"], large(1))
@@ -720,7 +673,7 @@ def test_without_any_arena_everything_comes_inline() -> None:
 def test_a_region_without_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that cannot reserve goes inline, and leaves the parent alone for a while."""
     monkeypatch.setattr(arena.Arena, "reserve", lambda self, offset, length: False)
-    pool = make_pool()
+    pool = Pool()
     with worker(pool, large) as made:
         for number in range(20):
             batch = made.get(number)
@@ -729,7 +682,7 @@ def test_a_region_without_memory_is_returned(monkeypatch: pytest.MonkeyPatch) ->
     pool.close()
 
 
-def test_a_payload_that_names_a_slab_of_somebody_else(pool: SlabPool) -> None:
+def test_a_payload_that_names_a_slab_of_somebody_else(pool: Pool) -> None:
     """Or one that the trainer has not let go of yet: an error, and not the wrong data."""
     with worker(pool, large) as made:
         made.get(0)
@@ -746,7 +699,7 @@ def test_a_payload_that_names_a_slab_of_somebody_else(pool: SlabPool) -> None:
     assert leased(pool) == 0
 
 
-def test_workers_one_after_the_other_and_side_by_side(pool: SlabPool) -> None:
+def test_workers_one_after_the_other_and_side_by_side(pool: Pool) -> None:
     """Three workers share the pool, one is killed in the middle of things and replaced."""
     workers = [Worker(pool, large_and_label) for _ in range(3)]
     for number in range(24):
@@ -764,7 +717,7 @@ def test_workers_one_after_the_other_and_side_by_side(pool: SlabPool) -> None:
     assert pool.reserved_bytes <= 14 * MIB
 
 
-def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
+def test_forks_while_batches_come_and_go(process_pool: Pool) -> None:
     """Whenever a child is forked, what it has of the trainer's batches stays as it was, while the parent goes on."""
     pool = process_pool
     current: deque[tuple[int, torch.Tensor]] = deque(maxlen=3)
@@ -795,7 +748,7 @@ def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
 class Player:
     """A worker in this process: its heap, and the messages between it and the parent that have not been read."""
 
-    def __init__(self, pool: SlabPool, num_workers: int) -> None:
+    def __init__(self, pool: Pool, num_workers: int) -> None:
         self.record = heap_for_a_worker(pool)
         heap = self.record.hand_over(num_workers)
         assert heap is not None
@@ -828,8 +781,8 @@ class Owners(RuleBasedStateMachine):
         self.now = 0.0
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(heap, "monotonic", lambda: self.now)
-        self.patch.setattr(machine, "available_bytes", lambda: 1 << 40)
-        self.pool = make_pool(48 * MIB)
+        self.pool = Pool()
+        bound(self.patch, self.pool, 48 * MIB)
         self.loop = Mock(call_soon_threadsafe=lambda call, *args: call(*args))
         self.pool.loop = self.loop
         self.workers: list[Player] = []
@@ -937,7 +890,7 @@ class Owners(RuleBasedStateMachine):
         made = self.worker(data)
         self.workers.remove(made)
         if not is_killed:
-            made.record.on_left([(each.offset, each.capacity) for each in made.heap.regions()])
+            made.heap.trim()
         while made.payloads and (not is_killed or num_read):
             num_read -= 1
             self.decode(made, is_wanted=bool(num_read % 2))
@@ -973,8 +926,8 @@ class Owners(RuleBasedStateMachine):
         self.now += seconds
 
     @rule()
-    def trim(self) -> None:
-        self.pool.trim()
+    def drain(self) -> None:
+        self.pool.drain()
 
     def worker(self, data: st.DataObject) -> Player:
         return self.workers[data.draw(st.integers(0, len(self.workers) - 1))]
@@ -994,13 +947,12 @@ class Owners(RuleBasedStateMachine):
     def each_byte_has_one_place(self) -> None:
         for made in self.workers:
             first, length, sent = made.record._first, made.record._length, made.record._sent
-            places = [(each.offset, each.capacity) for each in made.heap.regions()] + made.heap._cold._free
-            assert sorted(places) == sorted(set(places))
-            assert sum(size for _, size in places) == length
-            assert not [*gaps(first, first + length, [Region(*each) for each in places])]
+            places = sorted([*made.heap.regions(), made.heap._cold, Region(first + length, 0)])
+            assert places[0].offset >= first
+            assert all(one.offset + one.capacity <= two.offset for one, two in pairwise(places))
             assert sent.keys() <= made.heap._sent.keys()
         for record in self.pool.ownerless:
-            used = [*record.idle, *record._sent.values()]
+            used = record._sent.values()
             assert all(one.offset + one.capacity <= two.offset for one, two in pairwise(sorted(used, key=OFFSET)))
 
     def teardown(self) -> None:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 
+from asyncloader import machine
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.free_list import Region
@@ -33,7 +35,9 @@ def serve(connection: Connection, heap: Heap | None, make: Make) -> None:
     while True:
         kind, content = connection.recv()
         if kind == "end":
-            connection.send(("heap", [] if heap is None else [(each.offset, each.capacity) for each in heap.regions()]))
+            if heap is not None:
+                heap.trim()
+            connection.send(("ended", None))
             return
         number, returned = content
         if heap is not None:
@@ -83,9 +87,8 @@ class Worker:
     def close(self) -> None:
         with contextlib.suppress(OSError, EOFError):
             self._connection.send(("end", None))
-            while (message := self._connection.recv())[0] != "heap":  # batches that nobody wants
+            while self._connection.recv()[0] != "ended":  # batches that nobody wants
                 pass
-            self.heap.on_left(message[1])
         self._end()
 
     def _end(self) -> None:
@@ -116,5 +119,23 @@ def receive(pool: SlabPool, nbytes: int) -> memoryview:
     return pool.lease(Region(first, nbytes), lambda region: memory.punch(region.offset, region.capacity) and None)
 
 
-def make_pool(nbytes: int = 1 << 30, **options: Any) -> SlabPool:
-    return SlabPool(nbytes, **options)
+class Pool(SlabPool):
+    """A pool that tests may empty, and let go of."""
+
+    @property
+    def leased_bytes(self) -> int:
+        """The memory that tensors are in."""
+        return sum(lease.region.capacity for lease in tuple(self._leases))
+
+    def close(self) -> None:
+        """Unmap the arena: there must be no lease and no worker."""
+        self.drain()
+        assert not self.leased_bytes
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, pool: SlabPool, nbytes: int) -> None:
+    """Have the machine so much memory that slabs may take so many bytes: half of it."""
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * nbytes - pool.reserved_bytes)

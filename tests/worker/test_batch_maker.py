@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from asyncloader import sample_rng
-from asyncloader.messages.failure import LocalError
+from asyncloader.messages.failure import CapturedError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.snapshot import Frozen, Made, WorkerStart
 from asyncloader.seeding import sample_context
@@ -55,7 +55,7 @@ class Here:
         return not isinstance(error, (Exception, asyncio.CancelledError))
 
     def capture(self, error: BaseException) -> Any:
-        return LocalError(error, self.where)
+        return CapturedError(type(error).__name__, self.where, error=error)
 
     def collator(self, collate_fn: Callable[[Any], Any]) -> Any:
         return collate_fn
@@ -120,7 +120,7 @@ def make_maker(dataset: Any, starts: dict[int, WorkerStart] | None = None, run: 
 def error_of(outcome: Any) -> BaseException:
     """Return what a failure is about."""
     assert outcome.kind == Kind.FAILURE
-    return cast("LocalError", outcome.error).error
+    return cast("CapturedError", outcome.error).error
 
 
 def told(outcome: Any) -> list[Any]:

@@ -50,13 +50,28 @@ def test_memory_of_a_batch_is_used_again(start_method: str) -> None:
 
 
 @glibc
+def test_what_malloc_was_told_wins(run: Callable[..., Program]) -> None:
+    """Who sets malloc's thresholds has reasons: here by a call, as glibc does itself by the environment."""
+    program = run("""
+        import ctypes
+        from tests.worker.test_bootstrap import faults
+
+        M_MMAP_THRESHOLD = -3
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+        print(faults("fork"))
+        """)
+    assert float(program.out) > PAGES / 2
+
+
+@glibc
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param({"MALLOC_MMAP_THRESHOLD_": "65536"}, id="MALLOC_", marks=pytest.mark.slow),
+        pytest.param({"MALLOC_MMAP_THRESHOLD_": "65536"}, id="MALLOC_"),
         pytest.param({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}, id="GLIBC_TUNABLES"),
     ],
 )
+@pytest.mark.slow  # fresh interpreters, which import torch
 def test_what_the_environment_says_wins(setting: dict[str, str]) -> None:
     """Who sets malloc's thresholds has reasons."""
     script = "from tests.worker.test_bootstrap import faults; print(faults('fork'))"

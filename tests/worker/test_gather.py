@@ -70,7 +70,6 @@ def changed(change: Callable[[Any], Any]) -> TensorDataset:
 
 GATHERED: dict[str, Callable[[], Any]] = {
     "tensors": tensors,
-    "a class with another name": lambda: Named(*tensors().tensors),
     "every other row": lambda: changed(lambda tensor: tensor[::2]),
     "one row for all": lambda: changed(lambda tensor: tensor[:1].expand(LENGTH, -1, -1)),
     "rows without elements": lambda: changed(lambda tensor: tensor[:, :0]),
@@ -88,6 +87,7 @@ GATHERED: dict[str, Callable[[], Any]] = {
 
 FETCHED: dict[str, Callable[[], Any]] = {
     "samples of its own": lambda: Doubled(*tensors().tensors),
+    "a class with another name": lambda: Named(*tensors().tensors),
     "batches of its own": lambda: Together(*tensors().tensors),
     "batches by an attribute": with_attribute,
     "a subset with samples of its own": lambda: OwnSubset(tensors(), [1, 2, 3]),
@@ -334,6 +334,7 @@ class CollatedOnly(Collated):
     __getitem__ = Dataset.__getitem__
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", FEW_WAYS, ids=str)
 @pytest.mark.parametrize("kind", [Collated, CollatedAsync])
 def test_datasets_that_collate(kind: type[Collated], way: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.worker.job import Job
 from asyncloader.worker.overlap import Overlap
+from tests.support import effort
 from tests.worker.fetching import maker_of
 
 SPEC = WorkerSpec(None, False, True, list, False, None, 1, 0, False, is_async=True, samples_at_once=100)
@@ -38,7 +39,7 @@ class ByHand(Overlap):
             job.pending = dict.fromkeys(range(job.count))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=effort.examples(200), deadline=None)
 @given(
     kinds=st.lists(st.sampled_from([*KINDS, "good", "bad"]), min_size=1, max_size=6),
     on_error=st.sampled_from(["raise", "skip"]),

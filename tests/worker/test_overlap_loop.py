@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import pytest
 
-from asyncloader.messages.failure import LocalError
+from asyncloader.epochs import EpochNotice
+from asyncloader.messages.failure import CapturedError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
@@ -59,7 +60,7 @@ class Played:
 
     def capture(self, error: BaseException) -> Any:
         """As it is."""
-        return LocalError(error, "")
+        return CapturedError(type(error).__name__, "", error=error)
 
     def collator(self, collate_fn: Callable[[Any], Any]) -> Any:
         """As it would be anyway."""
@@ -207,7 +208,7 @@ class ForbidsAnEpoch(Awaited):
 async def test_a_run_that_cannot_begin_forgets_the_tickets_of_the_last() -> None:
     """Samples in work are cancelled: their batches would be told as of this run. The next one begins."""
     dataset = ForbidsAnEpoch()
-    one, two = (epoch._replace(epochs=(number,)) for number, epoch in enumerate(EPOCHS[1:], 1))
+    one, two = (epoch._replace(notice=EpochNotice((number,), number)) for number, epoch in enumerate(EPOCHS[1:], 1))
     async with serving(dataset) as (transport, _):
         transport.give(tickets([1], [2]))
         await until(lambda: len(dataset.asked) == 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
-from asyncloader.messages.failure import LocalError
+from asyncloader.messages.failure import CapturedError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.serial_loop import SerialLoop
@@ -39,9 +39,9 @@ class Played:
         """What is no Exception ends the worker."""
         return not isinstance(error, Exception)
 
-    def capture(self, error: BaseException) -> LocalError:
+    def capture(self, error: BaseException) -> CapturedError:
         """As it is."""
-        return LocalError(error, "")
+        return CapturedError(type(error).__name__, "", error=error)
 
     def collator(self, collate_fn: Callable[[Any], Any]) -> Any:
         """As it would be anyway."""

@@ -18,6 +18,7 @@ from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.snapshot import Frozen, Keeper, WorkerStart
 from asyncloader.worker.job import Job
 from asyncloader.worker.stream import Stream
+from tests.support import effort
 from tests.worker.fetching import maker_of
 
 SPEC = WorkerSpec(None, True, True, list, False, None, 1, 0, False, is_async=True)
@@ -52,7 +53,7 @@ class Scripted:
         return number
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort.examples(150), deadline=None)
 @given(
     script=st.lists(st.sampled_from(["sample", "sample", "sample", "exit", "exit later"]), max_size=8),
     stubborn=st.booleans(),
@@ -140,7 +141,7 @@ class Raising:
         return number
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort.examples(150), deadline=None)
 @given(
     length=st.integers(0, 9),
     raises_at=st.sets(st.integers(0, 8), max_size=3),
@@ -272,7 +273,7 @@ class Worker:
         return batch
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort.examples(150), deadline=None)
 @given(
     kind=st.sampled_from([CountsAtTheBeginning, CountsAtTheEnd]),
     length=st.integers(0, 7),

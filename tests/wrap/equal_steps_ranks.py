@@ -21,6 +21,10 @@ from asyncloader import AsyncLoaderError, DataLoader
 from asyncloader.wrap import equal_steps
 from tests.support.ranks import tell
 
+LENGTHS = (13, 20, 14, 24)
+RESUMED_AFTER = {("drop", 0): (3, 9), ("drop", 2): (7,), ("pad", 0): (7,), ("pad", 2): (12,)}
+"""After how many steps runs are resumed, by the mode and the number of workers."""
+
 
 class Uneven(IterableDataset[int]):
     """So many samples for each rank, divided among its workers; numbers that say whose they are."""
@@ -150,18 +154,18 @@ def main() -> None:
     for mode in ("drop", "pad"):
         for workers in (0, 2):
 
-            def make(lengths: Any = (21, 34, 22, 40), mode: Any = mode, workers: int = workers, **options: Any) -> Any:
+            def make(lengths: Any = LENGTHS, mode: Any = mode, workers: int = workers, **options: Any) -> Any:
                 loader = DataLoader(Uneven(lengths), 2, num_workers=workers, **{**on_threads, **options})
                 return equal_steps(loader, mode)
 
             if not found:  # the group of the ranks is not there yet
                 found["cancelled"] = asyncio.run(cancelled(make()))
-            found[f"{mode} {workers}"] = taken(make(worker_backend="process"))
+            found[f"{mode} {workers}"] = taken(make(worker_backend="process" if mode == "drop" else "thread"))
             found[f"{mode} {workers} even"] = taken(make([6, 6, 6, 6]))
             found[f"{mode} {workers} async"] = asyncio.run(taken_async(make()))
-            for steps in (3, 11, 15, 20):
+            for steps in RESUMED_AFTER[mode, workers]:
                 found[f"{mode} {workers} resumed after {steps}"] = resumed(make, steps)
-        persistent = make(persistent_workers=True, worker_backend="process")
+        persistent = make(persistent_workers=True, worker_backend="process" if mode == "pad" else "thread")
         found[f"{mode} persistent"] = [taken(persistent, 5), taken(persistent), taken(persistent)]
         persistent.close()
     found["endless"] = taken(make([5, float("inf"), float("inf"), 9], mode="drop"))

@@ -322,6 +322,7 @@ class Interrupt(BaseException):
     """What a handler of a signal raises."""
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("call", ["copy", "mark", "wait", "note_use", "sweep", "hand_over", "send"])
 @pytest.mark.parametrize("at", [0, 1, 3, 5])
 @pytest.mark.parametrize("source", ["any iterator", "a loader", "workers"])

@@ -172,9 +172,14 @@ def test_tensors_are_found_wherever_they_are() -> None:
     assert list(map(id, tensors_in([Graph(ONE), Slotted(TWO)]))) in ([id(TWO), id(ONE)], [id(ONE), id(TWO)])
     assert len({each.data_ptr() for each in tensors_in(torch.eye(3).to_sparse())}) == 2
     assert len({each.data_ptr() for each in tensors_in(torch.eye(3).to_sparse_csc())}) == 3
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    assert len(list(tensors_in(nested))) >= 2
     assert list(map(id, tensors_in([ONE, torch.ones(1, device="meta")], "cpu"))) == [id(ONE)]
     noted = Noted()
     assert list(tensors_in([noted], "cuda")) == [noted]
     assert list(tensors_in([print, pytest, Graph, "name"])) == []
+
+
+@pytest.mark.slow  # imports torch._dynamo and sympy, 1.3 s and 75 MB
+def test_tensors_are_found_in_jagged_ones() -> None:
+    """Values and offsets."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert len(list(tensors_in(nested))) >= 2

@@ -194,6 +194,24 @@ def test_a_look_beside_a_loop_does_not_matter_to_the_loop() -> None:
     assert loader.state_dict()["position"] == 8
 
 
+@pytest.mark.parametrize("make", [taken_ahead, lambda *data: LoaderWrapper(taken_ahead(*data), Ahead)])
+def test_loops_that_are_left_while_the_end_is_held_do_not_matter_to_the_state_after_it(make: Any) -> None:
+    """The loader within speaks of such a loop, as the iterator that training uses is at its end there."""
+    loader = make(range(6), None)
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(6)] == [*range(6)]
+    for _ in range(2):
+        for number in loader:
+            if number == 2:
+                break
+    assert next(iterator, None) is None
+    del iterator
+    fresh = make(range(6), None)
+    fresh.load_state_dict(loader.state_dict())
+    assert [*fresh] == [*range(6)]
+    assert [*loader] == [*range(6)]
+
+
 @pytest.mark.parametrize("ends", ["close", "load", "drop"])
 def test_a_state_outlasts_its_iterator(ends: str) -> None:
     """Whatever is done with that; and no batch that was taken ahead is given then."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import TypeAlias
 
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.frames import MOST_PARTS, BadFrame, Buffer, FrameBuffer, frame
-from asyncloader.worker.guarded_loop import GuardedLoop
 
 OnFrames: TypeAlias = Callable[[Iterable[tuple[int, memoryview]]], None]
 
@@ -49,7 +50,6 @@ class Channel:
         self._on_frames = on_frames
         self._on_closed = on_closed
         self._incoming = FrameBuffer()
-        self._held: list[Buffer] = []
         self._unsent: deque[memoryview] = deque()
         self._writing = False
         self._open = True
@@ -61,61 +61,42 @@ class Channel:
     def send(self, kind: int, *parts: Buffer, more: bool = False) -> None:
         """Send a frame, now if the socket takes it. After the channel closed it is dropped: the death is reported.
 
-        With ``more`` it goes with the next frame, which wakes the other end once for both, or in the loop's next turn.
+        With ``more`` it goes with the next frame, which wakes the other end once for both, or in the loop's next turn:
+        then its parts must not change before.
         """
         if not self._open:
             return
-        self._held += frame(kind, parts)
+        whole = frame(kind, parts)
+        self._unsent += map(_lasting if self._writing else memoryview, whole)
         if more:
-            self._loop.call_soon(self._send_held)
-        else:
-            self._send_held()
+            self._loop.call_soon(self._flush)
+        elif not self._writing:
+            self._flush()
 
-    def _send_held(self) -> None:
-        whole, self._held = self._held, []
-        if not whole:
-            return
-        if self._unsent:
-            self._keep(whole, 0)
-            return
+    def _flush(self) -> None:
+        """Send what the socket takes; the rest when it takes more."""
+        unsent = self._unsent
         try:
-            sent = self._sock.sendmsg(whole[:MOST_PARTS])
+            while unsent:
+                sent = self._sock.sendmsg([*islice(unsent, MOST_PARTS)])
+                while unsent and sent >= len(unsent[0]):
+                    sent -= len(unsent.popleft())
+                if sent:
+                    unsent[0] = unsent[0][sent:]
         except BlockingIOError:
-            sent = 0
-        except OSError:
-            return  # the other end is gone; the reader finds out
-        self._keep(whole, sent)
-
-    def _keep(self, parts: Sequence[Buffer], sent: int) -> None:
-        """Remember what the socket did not take."""
-        for part in parts:
-            if sent >= len(part):
-                sent -= len(part)
-                continue
-            # A copy of what can change: the caller may change or release its memory.
-            self._unsent.append(memoryview(part if type(part) is bytes else bytes(part))[sent:])
-            sent = 0
-        if self._unsent and not self._writing:
-            self._writing = True
-            self._loop.add_writer(self._sock.fileno(), self._on_writable)
-
-    def _on_writable(self) -> None:
-        try:
-            while self._unsent:
-                parts = [self._unsent[i] for i in range(min(len(self._unsent), MOST_PARTS))]
-                self._drop(self._sock.sendmsg(parts))
-        except BlockingIOError:
+            if not self._writing:
+                self._writing = True
+                self._unsent = deque(map(_lasting, unsent))
+                self._loop.add_writer(self._sock.fileno(), self._flush)
             return
         except OSError:
-            self._unsent.clear()
-        self._writing = False
-        self._loop.remove_writer(self._sock.fileno())
+            unsent.clear()  # the other end is gone; the reader finds out
+        self._stop_writing()
 
-    def _drop(self, sent: int) -> None:
-        while self._unsent and sent >= len(self._unsent[0]):
-            sent -= len(self._unsent.popleft())
-        if sent:
-            self._unsent[0] = self._unsent[0][sent:]
+    def _stop_writing(self) -> None:
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self._sock.fileno())
 
     def _on_readable(self) -> None:
         try:
@@ -149,13 +130,19 @@ class Channel:
         if not self._open:
             return
         self._open = False
+        # Before the socket is closed: another thread may be given the number of the descriptor at once, and the loop
+        # would watch that one.
         self._loop.remove_reader(self._sock.fileno())
-        if self._writing:
-            self._loop.remove_writer(self._sock.fileno())
+        self._stop_writing()
         self._unsent.clear()
-        self._held.clear()
         self._sock.close()
         self._on_frames, self._on_closed = _ignore, _ignore  # no cycle with the owner is left
+
+
+def _lasting(part: Buffer) -> memoryview:
+    """Return a part that waits to be sent: a copy of what can change, since the caller goes on with its memory."""
+    contents = memoryview(part)
+    return contents if type(contents.obj) is bytes else memoryview(bytes(contents))
 
 
 def _ignore(*args: object) -> None:

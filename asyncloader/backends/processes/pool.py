@@ -21,9 +21,10 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.backends.backend import Backend, Came, Launch
-from asyncloader.backends.processes import executors, fresh
+from asyncloader.backends.processes import executors, fork_server
 from asyncloader.backends.processes.process import WorkerProcess, launch_all
 from asyncloader.errors import could_not_start
+from asyncloader.loops import GuardedLoop
 from asyncloader.machine import usable_cores
 from asyncloader.messages.failure import with_notes
 from asyncloader.messages.frames import BadFrame
@@ -39,7 +40,6 @@ from asyncloader.messages.tickets import pack_tickets, pickle_tickets
 from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_heap import WorkerHeap, heap_for_a_worker
-from asyncloader.worker.guarded_loop import GuardedLoop
 
 _AT_ONCE = 8
 """So many workers are launched before the first of them are given tickets: each of these steps costs the next fork."""
@@ -57,7 +57,7 @@ class Pool(Backend[WorkerProcess]):
     def __init__(self, loop: GuardedLoop, context: BaseContext, spec: WorkerSpec) -> None:
         super().__init__(loop, spec)
         self._context = context
-        self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
+        self._source: WorkerSpec | PickledSpec = spec
         self._slabs = slab_pool()
         self._slabs.loop = loop.loop
         self._heaps: dict[WorkerProcess, WorkerHeap] = {}
@@ -77,7 +77,7 @@ class Pool(Backend[WorkerProcess]):
             return
         if method == "forkserver":
             with contextlib.suppress(OSError):  # whoever launches a worker will tell
-                fresh.start_server()  # it imports what it is to import while this pickles
+                fork_server.start()  # it imports what it is to import while this pickles
         try:
             self._source = PickledSpec(self._spec)
         except Exception as error:
@@ -118,7 +118,7 @@ class Pool(Backend[WorkerProcess]):
                         continue
                     self.processes[process.worker_id] = process
                     if self._epoch is not begun:  # while it was being launched
-                        process.channel.send(Kind.EPOCH, pickle.dumps(self._epoch))
+                        process.put(Kind.EPOCH, self._epoch)
                 started()
             if not self._closing:
                 yield partial(self._adopt, self.processes.values())
@@ -248,9 +248,7 @@ class Pool(Backend[WorkerProcess]):
 
     def _on_other(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
         """Take what is no outcome."""
-        if kind == Kind.HEAP:
-            self._on_heap(process, body)
-        elif kind == Kind.UP:
+        if kind == Kind.UP:
             process.on_up()
             if self.listener is not None:
                 self.listener.on_room()
@@ -260,13 +258,6 @@ class Pool(Backend[WorkerProcess]):
             self.on_message(process, kind, pickle.loads(body) if body else None)
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
-
-    def _on_heap(self, process: WorkerProcess, body: memoryview) -> None:
-        """Note what slabs a worker has that is about to end, whether or not it is expected to."""
-        try:
-            self._heaps[process].on_left(pickle.loads(body))
-        except Exception as error:
-            raise BadFrame(f"a list of slabs that raised {error!r}") from error
 
     def on_exit(self, process: WorkerProcess, expected: bool) -> None:
         """A process is gone."""
@@ -313,6 +304,6 @@ class WorkerHandle:
 
     def terminate(self) -> None:
         """Kill the process with SIGKILL."""
-        self._process.kill_soon()
+        self._process.kill()
 
     kill = terminate

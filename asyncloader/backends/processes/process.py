@@ -30,12 +30,13 @@ from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 from asyncloader.backends.backend import Backend, Launch
-from asyncloader.backends.processes import fresh
+from asyncloader.backends.processes import fork_server
 from asyncloader.backends.processes.channel import Channel, OnFrames, open_pair
 from asyncloader.backends.processes.executors import Running
 from asyncloader.backends.processes.launching import start_process, try_descriptors
 from asyncloader.backends.worker import Worker, WorkerState
-from asyncloader.errors import WorkerStartError
+from asyncloader.errors import MAIN_IS_IMPORTED, WorkerStartError
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.seeding.generators import wait_drawn
@@ -43,7 +44,6 @@ from asyncloader.signals import HandlersWait, masked
 from asyncloader.stack_text import shorten
 from asyncloader.worker import bootstrap
 from asyncloader.worker.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
-from asyncloader.worker.guarded_loop import GuardedLoop
 
 _children: set[BaseProcess] = cast(Any, multiprocessing.process)._children
 
@@ -65,7 +65,7 @@ def launch_all(context: BaseContext, launches: Iterable[Launch]) -> None:
         with masked(signal.SIG_UNBLOCK, ()):  # it leaves signals unblocked that were not
             resource_tracker.ensure_running()
     if method == "forkserver":
-        fresh.start_server()
+        fork_server.start()
     with HandlersWait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
         for launch in launches:
             launch()
@@ -79,13 +79,8 @@ class WorkerProcess(Worker):
 
     is_telling: bool = False  # until it can be asked for its stack
     is_process = True
-    why_no_other: Exception | None
-    was_forked: bool
-    pid: int
-    started_at: float
     channel: Channel
-    exitcode: int | None
-    output: bytearray
+    _first_epoch: EpochSpec | None  # to be sent
 
     def __init__(
         self, worker_id: int, loop: GuardedLoop, owner: Backend[WorkerProcess], *, overlaps: bool = False
@@ -108,11 +103,8 @@ class WorkerProcess(Worker):
         """Note why it ended, if it did so before any code of the user's ran: no signal has killed it."""
         if self.exitcode is None or self.exitcode < 0 or (self.is_telling and CANNOT_START.encode() not in self.output):
             return
-        words = self.output.decode(errors="replace").strip() or (
-            "The traceback is on stderr. Where processes are not forked they import asyncloader and the main module "
-            'again: does that run something outside of `if __name__ == "__main__"`?'
-        )
-        self.why_no_other = WorkerStartError(
+        words = self.output.decode(errors="replace").strip() or f"The traceback is on stderr. {MAIN_IS_IMPORTED}"
+        self.why_no_other: Exception | None = WorkerStartError(
             f"DataLoader worker (pid {self.pid}) ended with exit code {self.exitcode} at its start. {words}"
         )
 
@@ -132,23 +124,29 @@ class WorkerProcess(Worker):
             OSError: if the system has no room for it.
         """
         method = context.get_start_method()
-        self.was_forked = method == "fork"
+        self.was_forked: bool = method == "fork"
         try_descriptors(_DESCRIPTORS)
         ends = self._connect()
         try:
-            main = fresh.main_module() if fresh.imports_main(context) else {}
-            args = (self.worker_id, ends, Later((source, heap, epoch)), method, importing, main)
-            process = fresh.make_process(context, bootstrap.start, args)
+            # multiprocessing writes this into a pipe, and a process that is not forked imports the main module before
+            # it has read all. So what may be long, as an epoch with states in it, is sent through the channel.
+            self._first_epoch = None if self.was_forked else epoch
+            work = Later((source, heap, epoch if self.was_forked else None))
+            args = (self.worker_id, ends, work, method, importing)
+            process: BaseProcess = cast(Any, context).Process(target=bootstrap.start, args=args)
             if method == "fork":
-                wait_drawn()
-            start_process(process)
+                wait_drawn()  # right before: the child would never get a lock that another thread holds now
+            try:
+                start_process(process)
+            except (EOFError, ConnectionError) as error:
+                raise fork_server.ended() from error
             self._process = process
-            self.pid = process.pid or -1
+            self.pid: int = process.pid or -1
             with contextlib.suppress(ProcessLookupError):  # the fork server may have reaped it
                 self._descriptors["pid"] = os.pidfd_open(self.pid)
         finally:
-            ends.close()
-        self.started_at = time.monotonic()
+            ends.close()  # the worker has them: while they are open here, its end would not hang up the channel
+        self.started_at: float = time.monotonic()
 
     def _connect(self) -> Ends:
         ours, theirs = open_pair()
@@ -181,10 +179,12 @@ class WorkerProcess(Worker):
         """
         self.channel = Channel(self._loop, self._sock, on_frames, self._on_channel_closed)
         self.channel.open()
+        if self._first_epoch is not None:
+            self.put(Kind.EPOCH, self._first_epoch)
         self._watch_exit()
         os.set_blocking(self._descriptors["output"], False)
         self._loop.add_reader(self._descriptors["output"], self._on_output)
-        self._move(WorkerState.RUNNING)
+        self.state: WorkerState = WorkerState.RUNNING
         if self.was_forked:
             self._up_timer = self._loop.call_later(_UP_S, self._on_late)
 
@@ -258,14 +258,15 @@ class WorkerProcess(Worker):
         if self.state is WorkerState.DEAD:
             return
         self._kill_group()  # children that it left behind
-        self.exitcode = self._find_exitcode()
+        self.exitcode: int | None = self._find_exitcode()
         if self.exitcode is None and tries < _EXITCODE_TRIES:
             if "pid" in self._descriptors:
                 self._loop.remove_reader(self._descriptors["pid"])
             self._loop.call_later(0.001, self._on_exit, tries + 1)
             return
         expected = self._may_end
-        self._on_output_rest()
+        with contextlib.suppress(OSError, KeyError):
+            self._keep_output(os.read(self._descriptors["output"], _OUTPUT_BYTES))  # its last words
         self._note_start()
         if not expected and self._was_killed:
             self.output += self._why_killed.encode()
@@ -277,17 +278,13 @@ class WorkerProcess(Worker):
         del self._owner  # otherwise a cycle
         owner.on_exit(self, expected)
 
-    def _on_output_rest(self) -> None:
-        with contextlib.suppress(OSError, KeyError):
-            self._keep_output(os.read(self._descriptors["output"], _OUTPUT_BYTES))
-
     def _find_exitcode(self) -> int | None:
         """Look at the status without reaping; multiprocessing may be reaping in another thread at the same time."""
         try:
             status = os.waitid(os.P_PIDFD, self._descriptors["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except (KeyError, ChildProcessError):  # reaped already, or a child of the fork server
             popen = self._process._popen  # type: ignore[attr-defined]
-            return fresh.exitcode(popen, self._process.exitcode if popen.method == "forkserver" else popen.returncode)
+            return self._process.exitcode if popen.method == "forkserver" else popen.returncode
         if status is None:
             return None
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
@@ -309,7 +306,7 @@ class WorkerProcess(Worker):
             return
         if self.state is WorkerState.RUNNING:
             self._may_end = expected
-            self._move(WorkerState.ENDING)
+            self.state = WorkerState.ENDING
             self.channel.send(Kind.END)
         if self._kill_timer is not None:
             self._kill_timer.cancel()
@@ -337,7 +334,7 @@ class WorkerProcess(Worker):
         with contextlib.ExitStack() as steps:  # from the last one up
             steps.callback(vars(self).pop, "_process", None)  # it has pipes, and an error may hold this object
             steps.callback(self._dead.set)
-            steps.callback(self._move, WorkerState.DEAD)
+            steps.callback(setattr, self, "state", WorkerState.DEAD)
             steps.callback(self._tell_stack)
             steps.callback(_parent_ends.discard, self)
             if hasattr(self, "_sock"):
@@ -366,19 +363,12 @@ class WorkerProcess(Worker):
         self._close_descriptor("liveness")
 
     def _close_descriptor(self, name: str) -> None:
+        # With the lock: otherwise a thread that kills could use a number that this has closed, and that somebody else
+        # has opened since. Whoever comes second finds no descriptor.
         with self._closing:
             fd = self._descriptors.pop(name, None)
             if fd is not None:
                 os.close(fd)
-
-    def _move(self, state: WorkerState) -> None:
-        self.state = state
-
-    # --------------------------------------------------------------------------------------------- any thread
-
-    def kill_soon(self) -> None:
-        """Have the loop call `kill`."""
-        self._loop.call_soon_threadsafe(self.kill)
 
     # -------------------------------------------------------------------------------------------------- stacks
 

@@ -14,8 +14,8 @@ from typing import Any
 from asyncloader.backends.backend import Backend, Launch
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
 from asyncloader.epochs import listeners
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.worker.guarded_loop import GuardedLoop
 
 
 class LocalPool(Backend[LocalWorker]):
@@ -37,20 +37,20 @@ class LocalPool(Backend[LocalWorker]):
         """Start one worker after the other; `started` is called after each. Nothing is left to launch."""
         self._epoch = epoch
         for worker in range(max(1, self._spec.num_workers)):
-            self.processes[worker] = self._start_one(worker, epoch)
+            self._start_one(worker, epoch)
             started()
         yield from ()
 
-    def _start_one(self, worker: int, epoch: EpochSpec) -> LocalWorker:
+    def _start_one(self, worker: int, epoch: EpochSpec) -> None:
         started = LocalWorker(worker, self._loop, self, self._on_threads)
         started.start(self._spec, epoch)
-        return started
+        self.processes[worker] = started
 
     def add(self, worker: int, num_workers: int) -> None:
         """Start a worker under this id: one more, or in the place of one that has ended or was dismissed."""
         epoch = self._epoch_of_newcomer(num_workers if self._on_threads else 0)
         self.processes.pop(worker, None)
-        self.processes[worker] = self._start_one(worker, epoch)
+        self._start_one(worker, epoch)
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""

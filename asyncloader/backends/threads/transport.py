@@ -22,9 +22,9 @@ import torch
 import torch.utils.data._utils.collate as torch_collate
 import torch.utils.data._utils.worker as torch_worker
 
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.messages import Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
-from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.transport import ParentGone, WorkerTransport
 
 UNKNOWN = -1
@@ -56,6 +56,8 @@ class LocalTransport(WorkerTransport):
     def put(self, kind: int, contents: Any = None) -> None:
         """Send the worker a message."""
         self._messages.put((kind, contents))
+        # The worker's thread sets `_loop`, and then reads once (`listen`). Either this thread finds the loop, and has
+        # it read; or the loop was set after this look, and so that read comes after the message was put.
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # it has just ended, and so has its loop

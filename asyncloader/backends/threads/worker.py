@@ -26,10 +26,10 @@ from asyncloader.backends.backend import Backend
 from asyncloader.backends.threads.transport import LocalTransport
 from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.errors import could_not_start
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.stack_text import stack_of
-from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
 from asyncloader.worker.serial_loop import SerialLoop
 from asyncloader.worker.transport import ParentGone
@@ -54,9 +54,6 @@ class LocalWorker(Worker):
         owner: Is told what the worker makes, and of its end.
         on_thread: The worker has a thread of its own; otherwise it works on the portal's loop.
     """
-
-    state: WorkerState
-    started_at: float
 
     def __init__(
         self,
@@ -95,8 +92,8 @@ class LocalWorker(Worker):
             self._task = self._loop.loop.create_task(self._serve(spec, epoch), name=name)
             # Also if it was cancelled before its first step, with all others of the loop.
             self._task.add_done_callback(lambda _: self._loop.run(self._on_end))
-        self.state = WorkerState.RUNNING
-        self.started_at = time.monotonic()
+        self.state: WorkerState = WorkerState.RUNNING
+        self.started_at: float = time.monotonic()
 
     def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
         try:

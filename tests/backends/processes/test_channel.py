@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from asyncloader.backends.processes.channel import Channel, open_pair
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.frames import BadFrame, frame
 from asyncloader.messages.messages import HEADER, Kind
 from asyncloader.worker.channel import WorkerChannel
-from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.messages.test_frames import wire
 
 SOON_S = 10.0

@@ -20,13 +20,13 @@ from asyncloader.backends.processes import pool as module
 from asyncloader.backends.processes.pool import Pool, WorkerHandle
 from asyncloader.backends.worker import Worker
 from asyncloader.errors import WorkerStartError
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import NO_RECORD, Outcome, pack
 from asyncloader.messages.tickets import unpack_tickets
 from asyncloader.transport.slab import SlabPool
-from asyncloader.worker.guarded_loop import GuardedLoop
-from tests.transport.wire import make_pool
+from tests.transport import wire
 
 EPOCHS = [EpochSpec(number, (1, number, 0)) for number in (0, 1, 2)]
 
@@ -153,7 +153,7 @@ class Heard:
 @pytest.fixture
 def slabs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabPool]:
     """Slabs of the test's own, and processes that are played."""
-    made = make_pool()
+    made = wire.Pool()
     monkeypatch.setattr(module, "slab_pool", lambda: made)
     monkeypatch.setattr(module, "WorkerProcess", Played)
     monkeypatch.setattr(module, "launch_all", lambda context, launches: [launch() for launch in launches])
@@ -304,7 +304,7 @@ def test_a_fork_server_that_cannot_be_begun_with_is_for_the_launch_to_tell(
     def refuse() -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr(module.fresh, "start_server", refuse)
+    monkeypatch.setattr(module.fork_server, "start", refuse)
     _, heard, processes = make(method="forkserver")
     assert heard.told == [("started", 1), ("started", 2)]
     assert [process.heard for process in processes] == [["launched"]] * 2
@@ -485,22 +485,9 @@ def test_questions_are_answered(make: Make) -> None:
     assert first.channel.sent == [(Kind.CONFIRM, pickle.dumps(1))]
 
 
-def test_what_a_worker_leaves_the_next_one_has(make: Make) -> None:
-    """It tells of its slabs when nothing else of it is wanted any more."""
-    pool, _, (first, _) = make()
-    pool.dismiss(0, 1.0)
-    first.say(Kind.HEAP, pickle.dumps([(4096, 8192)]))
-    first.exit(expected=True)
-    pool.add(0, 2)
-    heir = Played.made[2].memory
-    assert [(each.offset, each.capacity) for each in heir.regions()] == [(4096, 8192)]
-
-
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (Kind.HEAP, b"no pickle"),
-        (Kind.HEAP, pickle.dumps([77])),
         (Kind.BATCH, b"short"),
         (Kind.END, b""),
         (77, b""),

@@ -127,6 +127,28 @@ def test_what_is_shared_stays_shared(method: str, by_value: bool, monkeypatch: p
     assert dataset.tensor.tolist() == [0, 1, 3, 3, 4, 5, 6, 7]
 
 
+class Sends(Squares):
+    """Says who makes its samples, through a pipe."""
+
+    def __init__(self, context: Any) -> None:
+        self.reader, self.writer = context.Pipe(duplex=False)
+        self.lock = context.Lock()
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            self.writer.send(os.getpid())
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_each_worker_is_given_the_descriptors_of_the_dataset(method: str) -> None:
+    """It was pickled once; and the trainer keeps no copies of them when the workers have gone."""
+    context = multiprocessing.get_context(method)
+    dataset = Sends(context)
+    assert squares_of(DataLoader(dataset, num_workers=2, multiprocessing_context=context)) == [n**2 for n in range(8)]
+    assert len({dataset.reader.recv() for _ in range(8)}) == 2
+
+
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_zeros_without_memory(method: str) -> None:
     """Forward-mode gradients and the backward of some functions are such; torch refuses to pickle them."""
@@ -268,6 +290,7 @@ async def test_closed_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         await anext(iterator)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("error", [ValueError("init"), StopIteration(), KeyError("k")])
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_an_exception_in_worker_init_fn_answers_every_batch(error: Exception, num_workers: int) -> None:
@@ -281,7 +304,7 @@ def test_an_exception_in_worker_init_fn_answers_every_batch(error: Exception, nu
     for _ in range(4):
         with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)) as caught:
             next(iterator)
-        assert f"Caught {type(error).__name__} in DataLoader worker process" in caught.value.__notes__[0]
+        assert f"Caught {type(error).__name__} in DataLoader worker process" in "".join(caught.value.__notes__)
         del caught
     assert next(iterator, None) is None
     for worker in workers:
@@ -382,44 +405,52 @@ def test_workers_begin_before_the_next_ones_are_started(monkeypatch: pytest.Monk
     assert squares_of(DataLoader(Telling(), num_workers=2, multiprocessing_context="fork")) == list(range(8))
 
 
-class Patient(Squares):
-    """Its samples take a while."""
+@pytest.fixture
+def ups(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A semaphore with as many places as workers have been heard to be up, by which nobody takes them for hung."""
+    heard = multiprocessing.get_context("fork").Semaphore(0)
+    on_up = process.WorkerProcess.on_up
 
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.1)
-        return index
+    def hear(worker: process.WorkerProcess) -> None:
+        on_up(worker)
+        assert worker._up_timer is None or worker._up_timer.cancelled()
+        heard.release()
+
+    monkeypatch.setattr(process.WorkerProcess, "on_up", hear)
+    return heard
 
 
 def test_a_worker_is_up_before_its_trainer_has_its_turn(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it says while the thread that forked it waits for a turn is heard: nobody takes it for one that hangs."""
+    has_begun = multiprocessing.get_context("fork").Semaphore(0)
 
     def launch_and_wait(*args: Any) -> None:
         process.launch_all(*args)
-        time.sleep(0.3)  # in the thread of the consumer: the loop turns
+        assert [has_begun.acquire(timeout=20) for _ in range(2)] == [True, True]  # they have said that they are up
+        time.sleep(0.3)
 
     monkeypatch.setattr(pool, "launch_all", launch_and_wait)
     monkeypatch.setattr(process, "_UP_S", 0.2)
-    loader = DataLoader(Patient(), num_workers=2, multiprocessing_context="fork")
-    assert squares_of(loader) == list(range(8))
+    options: Any = {"worker_init_fn": lambda worker: has_begun.release()}
+    loader = DataLoader(Squares(), num_workers=2, multiprocessing_context="fork", **options)
+    assert squares_of(loader) == [index**2 for index in range(8)]
     assert loader.stats().faults.replacements == 0
     assert caplog.text == ""
 
 
-def test_a_source_that_takes_long_to_open(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_source_that_takes_long_to_open(monkeypatch: pytest.MonkeyPatch, ups: Any) -> None:
     """As on another machine, where forked workers unpickle the dataset: that is the user's code, and may take long."""
 
     def slow(workers: Any) -> None:
         def opened() -> Any:
-            time.sleep(1.0)
+            assert ups.acquire(timeout=20)
             return workers._spec
 
         workers._source = opened
 
     monkeypatch.setattr(pool.Pool, "pack", slow)
-    monkeypatch.setattr(process, "_UP_S", 0.2)
     loader = DataLoader(Squares(), num_workers=2, multiprocessing_context="fork")
     assert squares_of(loader) == [index**2 for index in range(8)]
     assert loader.stats().faults.replacements == 0
-    assert caplog.text == ""

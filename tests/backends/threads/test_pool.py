@@ -12,8 +12,8 @@ import pytest
 from asyncloader.backends.backend import Came
 from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.backends.worker import Worker, WorkerState
+from asyncloader.loops import GuardedLoop
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.support.patience import until
 
 EPOCHS = [EpochSpec(number, (1, number, 0)) for number in (0, 1, 2)]

@@ -12,7 +12,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDatas
 from asyncloader import DataLoader
 from asyncloader.backends.threads import worker as local_worker
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
-from asyncloader.worker.guarded_loop import GuardedLoop
+from asyncloader.loops import GuardedLoop
 from tests.support import inside
 from tests.support.patience import PATIENCE_S, until
 

@@ -17,6 +17,8 @@ delayed         whoever sends or reads a message is held up now and then        
 trained         trainers seed, look, leave loops, save at edges of      a state changes nothing; an epoch's draws
                 epochs; datasets hold generators and open files         follow from its seed; masks fit images
 edges           persistent workers of streams are killed where epochs meet      each epoch is that of a run without
+programmed      programs of several loaders are seeded, told epochs, killed,    what the program gives that was
+                stopped anywhere and begun again                                not interrupted
 
 Nothing hangs in any of them, and no child, thread, descriptor, memfd, mapping or segment of shared memory is left.
 

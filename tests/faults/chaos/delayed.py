@@ -37,7 +37,7 @@ MOMENTS: dict[str, tuple[type[Any], str]] = {
     "a worker has sent": (WorkerChannel, "send"),
     "a worker has read": (WorkerChannel, "receive"),
     "a worker has slabs back": (Heap, "returned"),
-    "the loop has sent": (Channel, "_send_held"),
+    "the loop has sent": (Channel, "_flush"),
     "the loop has read": (Channel, "_on_readable"),
     "the loop has handed over": (Handoff, "wake"),
     "a thread was sent to": (LocalTransport, "put"),

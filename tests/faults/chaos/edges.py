@@ -7,6 +7,7 @@ the next one, in the same loader and in a new one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -159,6 +160,7 @@ class Plan:
 
 
 def _kill(worker: Any) -> None:
-    """Kill a worker, unless it has gone already, as those of an epoch that is over have."""
+    """Kill a worker, unless it has gone already, as those of an epoch that is over have, or goes in this moment."""
     if worker.is_alive():
-        os.kill(worker.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncloader import DataLoader
-from tests.faults.chaos import broken, delayed, disturbed, edges, mismatched, resumed, trained
+from tests.faults.chaos import broken, delayed, disturbed, edges, mismatched, programmed, resumed, trained
 
 HANG_S = 120.0  # a worker that is stopped while it opens the dataset is given 60 s
 
@@ -44,6 +44,7 @@ PROPERTIES: dict[str, type[Any]] = {
     "delayed": delayed.Plan,
     "trained": trained.Plan,
     "edges": edges.Plan,
+    "programmed": programmed.Plan,
 }
 
 

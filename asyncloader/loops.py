@@ -1,25 +1,67 @@
-"""A loop as one session or worker sees it: nothing that it has called there fails unnoticed.
+"""The loops of the portal and of workers, and a loop as one owner sees it: nothing that it has called fails unnoticed.
 
-    session, pool, workers, channels, timers ── call_soon, call_later, add_reader, ... ──> GuardedLoop ──> loop
-    on_error <── what one of these callbacks raises ───────────────────────────────────────────┘
+    engine, pool, workers, channels, timers ── call_soon, call_later, add_reader, ... ──> GuardedLoop ──> loop
+    on_error <── what one of these callbacks raises ──────────────────────────────────────────┘
 
 A loop writes down what a callback raises, and goes on. The batch that the callback would have handed over then never
-comes, and its consumer waits for ever. So everything that belongs to a session gets this class in place of the loop:
+comes, and its consumer waits for ever. So everything that belongs to a run gets a `GuardedLoop` in place of the loop:
 there is no other way to have something called, and none of these calls can fail without an end of the run. A worker
-whose samples overlap has one of its own, and ends.
+whose samples overlap has one of its own, and ends. Code of the whole process (shared memory) uses the loop itself: an
+exception there must not end a run.
 
-Code of the whole process (shared memory) uses the loop itself: an exception there must not end a run.
+Loops go on after SystemExit and KeyboardInterrupt: asyncio lets both out of `run_forever`, whatever task or callback
+raised them, for it takes them for the wish to end the program. In a worker process that is what they do. In the
+trainer's process others use the same loop, or thread, and a sample cannot end the loop that serves all loaders: what
+was raised is the failure of the batch, like anything else that a sample raises.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncloader import threads
+
+T = TypeVar("T")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Make a loop: uvloop's where there is one."""
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until its `stop` is called."""
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            if not (threads.is_ending or _is_of_a_task(error)):
+                message = f"A callback on a DataLoader's event loop raised {type(error).__name__}"
+                loop.call_exception_handler({"message": message, "exception": error})
+
+
+def run(runner: asyncio.Runner, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run the coroutine to its end on the loop of the runner, and return what it returns."""
+    loop = runner.get_loop()
+    task = loop.create_task(coroutine)
+    task.add_done_callback(lambda _: loop.stop())
+    run_forever(loop)
+    return task.result()
+
+
+def _is_of_a_task(error: BaseException) -> bool:
+    """Whether it was raised in a coroutine: then the task has it for whoever awaits that, or reports it itself."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_flags & inspect.CO_COROUTINE for frame, _ in frames)
 
 
 class GuardedLoop:
