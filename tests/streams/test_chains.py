@@ -18,6 +18,7 @@ import pytest
 from asyncloader.errors import StateMismatchError
 from asyncloader.streams import Bucket, Map, Mix, Pack, ShardedStream, Shuffle, Stream, merge
 from tests.streams.chains import Sample, chain, cut, fresh_seed, itself, length, read, records_of, tokens_of
+from tests.support.garbage import uncollected
 
 
 def saved(stream: Stream[Any]) -> Any:
@@ -375,15 +376,16 @@ def test_an_interrupt_at_any_line_loses_nothing(run: int) -> None:
 
     while True:
         before = sys.gettrace()
-        sys.settrace(trace if interrupts else before)
-        try:
-            given.append(next(samples))
-        except Interrupted:
-            interrupts, left = interrupts - 1, draw.randrange(5, 400)
-        except StopIteration:
-            break
-        finally:
-            sys.settrace(before)
+        with uncollected():
+            sys.settrace(trace if interrupts else before)
+            try:
+                given.append(next(samples))
+            except Interrupted:
+                interrupts, left = interrupts - 1, draw.randrange(5, 400)
+            except StopIteration:
+                break
+            finally:
+                sys.settrace(before)
         if left > 300:
             samples = iter(stream := resumed(chain(seed), saved(stream)))
     assert given == [*chain(seed)]

@@ -21,6 +21,7 @@ from asyncloader.streams.sharded import _Shard
 from tests.streams.chains import Sample, cut, is_wanted, itself, length, read
 from tests.streams.test_chains import Interrupted, resumed, saved
 from tests.support import effort
+from tests.support.garbage import uncollected
 
 
 def sharded(name: str, *lengths: int) -> Stream[Any]:
@@ -72,11 +73,12 @@ def with_lines(fn: Callable[[], Any], at_line: Callable[[], None]) -> Any:
         return trace
 
     before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return fn()
-    finally:
-        sys.settrace(before)
+    with uncollected():
+        sys.settrace(trace)
+        try:
+            return fn()
+        finally:
+            sys.settrace(before)
 
 
 def taken(samples: Iterator[Any], at_line: Callable[[int], None]) -> list[Any]:
