@@ -354,3 +354,11 @@ def test_what_the_batch_was_made_with() -> None:
     batches = [*loader]
     loader.collate_fn, loader.seeding = len, "sample"
     assert same(loader.batch(0, 2), batches[2])
+
+
+def test_a_batch_size_that_was_set_between_two_epochs() -> None:
+    """Samples are numbered by the batch size of their epoch."""
+    loader = DataLoader(Plain(), 8, seeding="sample")
+    assert len([*loader]) == 13
+    loader.batch_sampler.batch_size = 5  # type: ignore[union-attr]
+    assert_again(loader, 1, [*loader])

@@ -380,6 +380,27 @@ def test_what_does_not_fit_is_refused() -> None:
             maker(0, shuffle=True)().load_state_dict(strange)
 
 
+def test_a_state_fits_what_its_epoch_was_drawn_for() -> None:
+    """A data set may grow inside an epoch, before a state is taken in it, and batches may be set to another size."""
+    growing = [*range(20)]
+    loader = DataLoader(growing, 4, shuffle=True)  # type: ignore[arg-type]
+    batches = iter(loader)
+    next(batches)
+    growing += [20, 21]
+    with pytest.raises(StateMismatchError, match="dataset_length was 20 when it was taken, and is 22 now"):
+        loader.load_state_dict(loader.state_dict())
+    batches = iter(loader)
+    for size in (4, 2, 4):
+        loader.batch_sampler.batch_size = size  # type: ignore[union-attr]
+        assert len(next(batches)) == size
+    with pytest.raises(StateMismatchError, match="batch_size was 'changed in the middle of the epoch'"):
+        loader.load_state_dict(loader.state_dict())
+    loader.batch_sampler.batch_size = 2  # type: ignore[union-attr]
+    rest = [batch.tolist() for batch in batches]
+    assert {len(batch) for batch in rest} == {2}
+    assert_resumable(lambda: loader)
+
+
 def test_the_helper_finds_what_is_not_resumable() -> None:
     """A sampler that never gives the same again is named with the batch that differs."""
 

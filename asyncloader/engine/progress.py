@@ -136,6 +136,7 @@ class Progress:
         now: How far consumers are. Written by the consumer whose turn it is, by one assignment.
         end_is_known: A consumer has been told that there is no more.
         is_broken: An error has ended the run, which has not come to its end.
+        sizes_differ: The size of batches was changed inside the run, whose numbers do not say any more what was read.
         ends: By worker, the state of a stream after its end.
         follower: Called by a consumer that asks for its next batch.
     """
@@ -167,7 +168,7 @@ class Progress:
         self.samplers_before = samplers
         if samplers.state is not None and not samplers.passes:
             self.sampler_states.append((position - samplers.drawn, samplers.state))
-        self.end_is_known = self.is_broken = False
+        self.end_is_known = self.is_broken = self.sizes_differ = False
         self.follower: Callable[[], object] = bool  # nobody follows
         self.ends: dict[int, Frozen] = {}
         self.in_order = in_order
@@ -185,6 +186,10 @@ class Progress:
                 "The loaded state was taken after the last batch of its epoch: what is left of that is nothing. The "
                 "next epoch begins with the next iterator."
             )
+
+    def note_other_size(self) -> None:
+        """Note that batches of keys are of another size from now on."""
+        self.sizes_differ = True
 
     def note_read(self, count: int) -> None:
         """Note that another batch of keys is read, which names so many samples. May be done again until `read` says so.

@@ -174,13 +174,16 @@ class Checkpointer:
 
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> LoaderState:
         self._described, run = self._described or describe(self.options), self.common
+        fits = {**self._described, **run.fits}
+        if self.progress.sizes_differ and fits["batch_size"] is not None:
+            fits["batch_size"] = "changed in the middle of the epoch"  # which fits no loader
         return replace(
             run,
             **self.order.as_plain(),
             set_epochs=list(run.set_epochs),
             dataset_epochs=list(self.notice.epochs),
             **_of_samplers(self.options, samplers),
-            fits=dict(self._described),
+            fits=fits,
             **how_far,
         )
 

@@ -104,7 +104,6 @@ class Plan:
         self._index_sampler = index_sampler
         self._is_batched = is_batched
         self._takes_apart = _is_torchs(index_sampler, iterator)
-        self._size = index_sampler.batch_size if self._takes_apart else 1
         self._batches: Batches | None = None  # what the sampler is taken apart by
         self._feed = answers_of(iterator)
         self._is_quick = False  # nothing is to be noted when it is read
@@ -195,7 +194,7 @@ class Plan:
         keys, progress = self.keys, self._progress
         if self._is_noted and keys is not END:
             count = len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
-            self._note_state(is_short=self._takes_apart and count < self._size)
+            self._note_state(is_short=self._batches is not None and count < self._batches.size)
             progress.note_read(count)
             self._is_noted = progress.knows_places or bool(self._is_stateful)
         # From here on nothing is called: neither can a signal's handler run, nor another thread.
@@ -232,7 +231,7 @@ class Plan:
         self._inner = inner = indices(self._index_sampler.sampler)
         if self._draws_apart:
             self.draw_apart()
-        self._batches = Batches(inner, self._size, self._index_sampler.drop_last)
+        self._batches = Batches(inner, self._index_sampler, self._progress.note_other_size)
         self._feed = answers_of(self._batches)
         self._bind()
 
@@ -393,6 +392,12 @@ def _is_torchs(index_sampler: Any, iterator: Any) -> bool:
     """Whether it is torch's BatchSampler, with the iterator that this makes."""
     is_its_own = type(index_sampler) is BatchSampler and isinstance(iterator, GeneratorType)
     return is_its_own and iterator.gi_code is _torch_iter.__code__
+
+
+def batch_size(options: Options) -> int | None:
+    """Return how many samples a batch has now, where that is known: torch's batch sampler may have been set another."""
+    sampler = options.index_sampler
+    return sampler.batch_size if type(sampler) is BatchSampler else options.batch_size
 
 
 def stateful_sampler(index_sampler: Any) -> Any:

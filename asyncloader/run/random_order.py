@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from asyncloader.protocols import answers_of
 
@@ -39,27 +39,36 @@ class Batches:
 
     Args:
         iterator: Over the sampler within, as `indices` has made it.
-        size: How many indices a batch has.
-        drop_last: Leave out a last batch that has fewer.
+        sampler: torch's BatchSampler, whose size may be changed between two batches, unless it drops the last one.
+        note_size: Called when it was changed.
+
+    Attributes:
+        size: How many indices the present batch has.
     """
 
-    def __init__(self, iterator: Iterator[Any], size: int, drop_last: bool) -> None:
+    def __init__(self, iterator: Iterator[Any], sampler: BatchSampler, note_size: Callable[[], object]) -> None:
         self._iterator = answers_of(iterator)
         self._pieces = iterator if type(iterator) is RandomOrder else None
-        self._size = size
-        self._drop_last = drop_last
+        self._sampler = sampler
+        self.size: int = sampler.batch_size
+        self._drop_last = sampler.drop_last
+        self._note_size = note_size
         self._begun: list[Any] = []
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self
 
     def __next__(self) -> list[Any]:
-        begun, size = self._begun, self._size
+        begun = self._begun
+        if self._sampler.batch_size != self.size and not (begun or self._drop_last):
+            self._note_size()
+            self.size = self._sampler.batch_size
+        size = self.size
         if self._pieces is None:
             begun.extend(islice(self._iterator, size - len(begun)))  # an interrupt leaves what was given before
         elif not begun:
             begun = self._begun = self._pieces.take(size)
-        if len(begun) < size:
+        if len(begun) < size or not begun:
             self._pieces, self._iterator = None, _NO_MORE  # some iterators begin anew if they are asked after the end
             if not begun or self._drop_last:
                 raise StopIteration
@@ -69,7 +78,7 @@ class Batches:
     @property
     def num_missing(self) -> int:
         """How many indices are still to be read for the next batch."""
-        return self._size - len(self._begun)
+        return self.size - len(self._begun)
 
 
 def skip(iterator: Iterator[Any], count: int) -> int:

@@ -76,6 +76,12 @@ def test_batch_sizes(make: Subject, num_workers: int, batch_size: int | None) ->
     for drop_last in (False,) if batch_size is None else (False, True):
         loader = make(Squares(10), batch_size=batch_size, drop_last=drop_last, num_workers=num_workers)
         seen += [make.batches(loader), len(loader)]
+        if batch_size is not None and num_workers == 0:  # workers are ahead
+            given = iter(loader)
+            for size in (3, 2):
+                loader.batch_sampler.batch_size = size
+                seen.append(as_list(next(given, [])))
+            seen += map(as_list, given)
     return seen
 
 
