@@ -50,6 +50,7 @@ from asyncloader.messages.failure import another, with_notes
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Frozen, WorkerStart
+from asyncloader.observe.record import Record
 from asyncloader.observe.timing import show_bytes
 from asyncloader.options import Options
 from asyncloader.weak import while_alive
@@ -63,6 +64,7 @@ _WORKER_BYTES = 256 << 20
 _consumers: dict[Engine, weakref.ref[object] | None] = {}
 """The iterators that engines end with, until they begin to close. In a forked child there are none."""
 
+_BATCH = Kind.BATCH
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
@@ -337,13 +339,13 @@ class Engine:
         """Outcomes of tickets of this worker have come, with one read of its channel."""
         if not self._is_at_work:
             return
-        run, scheduler, records = self.run, self.run.scheduler, []
-        numbers: list[int] = []
+        run, scheduler, finisher = self.run, self.run.scheduler, self._finisher
+        records, numbers, has_tracks = list[Record](), list[int](), bool(run.tracks)
         event: list[Any] = ["made", worker, numbers]
         run.meter.story.append(event)
         for outcome, arrived_at, read_at in came:
             record = outcome.record
-            if outcome.kind != Kind.BATCH:
+            if outcome.kind != _BATCH:
                 self._on_no_batch(worker, outcome)
                 continue
             records.append(record)
@@ -352,12 +354,12 @@ class Engine:
             ticket = scheduler.returned(worker, number)
             row = [*record, *(worker, number, outcome.nbytes, ticket.sent_at, arrived_at, read_at, 0.0, read_at)]
             item = _new(Item, (outcome, number, worker, row, -1, None, True))
-            if run.tracks:
+            if has_tracks:
                 item = run.answered(item, ticket)
-            if self._finisher is None:
+            if finisher is None:
                 scheduler.ready(number, item, outcome.nbytes)
             else:
-                self._finisher.finish(item, partial(self._on_finished, run))
+                finisher.finish(item, partial(self._on_finished, run))
         if records:
             run.meter.made(worker, records)
             last = records[-1]

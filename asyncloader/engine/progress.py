@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from asyncloader.engine.tracks import Progressing
 from asyncloader.log import log
 from asyncloader.messages.snapshot import Frozen, Untold, WorkerStart
+from asyncloader.options import Options
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.weak import while_alive
 
@@ -172,6 +173,10 @@ class Progress:
         self.follower: Callable[[], object] = bool  # nobody follows
         self.ends: dict[int, Frozen] = {}
         self.in_order = in_order
+
+    def counts_simply(self, options: Options) -> bool:
+        """Whether nothing but the position of `now` changes from batch to batch, where all goes well or is raised."""
+        return self.in_order and options.on_error == "raise" and not (self.now.tracks or self.now.ahead)
 
     @property
     def finished(self) -> bool:

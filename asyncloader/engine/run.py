@@ -111,7 +111,7 @@ class Run:
         self.plan: Any = plan
         plan.tell(self)
         self._is_left = False
-        self._is_plain = progress.in_order and not (progress.now.tracks or progress.now.ahead)  # see `count`
+        self._is_plain, self._rest = progress.counts_simply(options), progress.now[1:]
         self._plan_error: Exception | None = None
         # The figures as consumers and statistics were last told of them.
         self._followed = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
@@ -171,25 +171,27 @@ class Run:
         """
         scheduler = self.scheduler  # the loop thread moves its window meanwhile: `follow` wakes who waits for that
         gone = self.taken + scheduler.void_count + 1
-        if item.counts:
+        until = scheduler.window + gone
+        # Keys that an interrupt has kept from the loop thread are told with later ones, or before this consumer waits.
+        if item.counts and self._planned < until:
             with self._lock:
-                self._read(scheduler.window + gone)
+                self._read(until)
         if (row := item.row) is not None:
             ahead = self._planned - gone
             # Another list: a call that is interrupted comes here once more, with the same row.
             lay_ready = len(self.handoff.ready) - 1
-            self.meter.add([*row, asked_at or came_at, came_at, ahead, lay_ready, perf_counter()])
+            self.meter.add([*row, *(asked_at or came_at, came_at, ahead, lay_ready, perf_counter())])
         elif item.outcome.kind == Kind.FAILURE:
             self.faults.errors += 1
 
     def count(self, item: Item) -> None:
         """Count the first item: the consumer has it now."""
-        progress, ready, outcome = self.progress, self.handoff.ready, item.outcome
-        after = progress.now
-        if self._is_plain and item.counts and not outcome.bad:  # of most runs, only the position changes
-            after = _new(Place, (item.batch + 1, *after[1:]))
+        progress, ready = self.progress, self.handoff.ready
+        if self._is_plain and item.counts:  # of most runs, only the position changes
+            after = _new(Place, (item.batch + 1, *self._rest))
         else:
-            after = after.after(
+            outcome = item.outcome
+            after = progress.now.after(
                 item.batch,
                 item.worker,
                 item.in_stream,

@@ -8,6 +8,8 @@ Arithmetic on running means; the scheduler alone uses it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncloader.options import Options
 
 # Under dynamic scheduling a worker has tickets for this long, so that it need not wait for the channel. A round trip
@@ -94,7 +96,7 @@ class RunAhead:
             return most
         return min(most, max(num_workers, self._asked, int(self.limit_bytes / self._mean_bytes)))
 
-    def rounds(self, num_workers: int, window: int, ahead: int, parked: int, parked_bytes: int) -> int:
+    def rounds(self, num_workers: int, window: int, ahead: int, parked: Sequence[int]) -> int:
         """Return how many rounds of tickets are to be read now; less than 1 for none.
 
         A run ahead is one round, or for batches of microseconds as many rounds as hide the latency of asking.
@@ -103,10 +105,10 @@ class RunAhead:
             num_workers: Tickets in a round.
             window: Batches in flight or waiting without run-ahead.
             ahead: Batches that were read and are not delivered.
-            parked: How many of these are here.
-            parked_bytes: The weight of the parked ones; the others are in flight, or being pinned.
+            parked: The sizes of those that are here; the others are in flight, or being pinned.
         """
         assert self._mean_bytes is not None
-        room_bytes = self.limit_bytes - parked_bytes - self._mean_bytes * (ahead - parked)
+        parked_bytes = sum(parked) + BATCH_OVERHEAD_BYTES * len(parked)
+        room_bytes = self.limit_bytes - parked_bytes - self._mean_bytes * (ahead - len(parked))
         room = window + _MOST_AHEAD * num_workers - ahead
         return min(self._depth - 1, int(room_bytes / (self._mean_bytes * num_workers)), room // num_workers)

@@ -30,7 +30,7 @@ from operator import attrgetter
 from typing import Any
 
 from asyncloader.engine.actions import VOID, Action, Cause, Fail, Ticket, Vacate
-from asyncloader.engine.run_ahead import BATCH_OVERHEAD_BYTES, RunAhead
+from asyncloader.engine.run_ahead import RunAhead
 from asyncloader.observe.record import Record
 from asyncloader.options import Options
 
@@ -92,7 +92,6 @@ class Scheduler:
         self.gone_count: int = first
         self.void_count: int = 0
         self._plan_ended = False
-        self._parked_bytes = 0
         self.run_ahead: RunAhead = RunAhead(options, is_allowed=runs_ahead)
         self.are_up = False
         self.window: int = self.run_ahead.window(num_workers)
@@ -125,9 +124,10 @@ class Scheduler:
 
     def returned(self, worker: int, batch: int) -> Ticket:
         """The worker is done with this ticket; the outcome of its batch follows in `ready`."""
-        if (ticket := self.in_flight[worker].pop(batch, None)) is None:
-            raise AssertionError(f"worker {worker} returned {batch}, which it did not have: {self!r}")
-        return ticket
+        try:
+            return self.in_flight[worker].pop(batch)
+        except KeyError as error:
+            raise AssertionError(f"worker {worker} returned {batch}, which it did not have: {self!r}") from error
 
     def measured(self, worker: int, ticket: Ticket, record: Record, nbytes: int) -> None:
         """The worker has returned this ticket, perhaps with others before it: told once for all of them.
@@ -154,9 +154,7 @@ class Scheduler:
         """
         parked = self._parked
         if batch != self.gone_count and self._in_order:
-            weight = (nbytes if nbytes > 0 else 0) + BATCH_OVERHEAD_BYTES
-            parked[batch] = item, weight
-            self._parked_bytes += weight
+            parked[batch] = item, nbytes
             return
         while True:
             self.gone_count += 1
@@ -166,8 +164,7 @@ class Scheduler:
                 self.delivered.append(item)
             if not parked or (following := parked.pop(self.gone_count, None)) is None:
                 return
-            item, weight = following
-            self._parked_bytes -= weight
+            item, _ = following
 
     def exhausted(self, worker: int) -> None:
         """The worker's iterable dataset has ended: what the worker still has is void."""
@@ -332,7 +329,8 @@ class Scheduler:
         if not loads or loads[0][0] >= run_ahead.low:
             return
         ahead = self.planned_count - self.gone_count
-        rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
+        sizes = [nbytes for _, nbytes in self._parked.values()]
+        rounds = run_ahead.rounds(self.num_workers, self.window, ahead, sizes)
         self.read_until = self.planned_count + max(0, rounds) * self.num_workers
 
     # -------------------------------------------------------------------------------------------------- workers

@@ -69,13 +69,12 @@ class FrameBuffer:
                 yield self._large_kind, body
             return
         buffer, view, start, received = self._buffer, self._view, self._start, self._end
-        while start + _HEADER_BYTES <= received:  # each batch comes this way
+        while (begin := start + _HEADER_BYTES) <= received:  # each batch comes this way
             length, kind = _unpack_header(buffer, start)
-            begin = start + _HEADER_BYTES
             end = begin + length
-            if kind not in KINDS or length > MAX_FRAME_BYTES:
-                raise BadFrame(f"a frame of kind {kind} and {length} bytes")
-            if end > received:
+            if end > received or kind not in KINDS:
+                if length > MAX_FRAME_BYTES or kind not in KINDS:
+                    raise BadFrame(f"a frame of kind {kind} and {length} bytes")
                 if length > _READ_BYTES - _HEADER_BYTES:
                     self._large, self._large_kind, self._large_bytes = bytearray(view[begin:received]), kind, length
                     self._start = self._end = 0

@@ -107,15 +107,13 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         plan.tell(self)
         if plan.arrives:  # whoever brings keys may wait for those who take batches
             exits.note_user()
-        begun_at = made.progress.now
-        counts_simply = options.on_error == "raise" and not (begun_at.tracks or begun_at.ahead)
         self._dataset_fetcher = None  # torch's
         self._names = namer(options.dataset, of_batches=options.auto_collation)
         self._is_torn = self.is_closed = False
         self._plan, self._progress, self._maker, self._make = plan, made.progress, maker, make
         self._limit = ErrorLimit(options, made.progress, meter.faults)
         self._meter, self._thread = meter, thread
-        self._counts_simply, self._rest = counts_simply, begun_at[1:]
+        self._counts_simply, self._rest = made.progress.counts_simply(options), made.progress.now[1:]
         self._in_hand: Any = NOTHING
         self._is_made = True
 

@@ -65,7 +65,7 @@ class Batches:
             self.size = self._sampler.batch_size
         size = self.size
         if self._pieces is None:
-            begun.extend(islice(self._iterator, size - len(begun)))  # an interrupt leaves what was given before
+            begun.extend(islice(self._iterator, size - len(begun) if begun else size))  # an interrupt leaves some
         elif not begun:
             begun = self._begun = self._pieces.take(size)
         if len(begun) < size or not begun:

@@ -223,7 +223,7 @@ async def test_a_worker_whose_memory_is_bounded_has_few_tickets_in_hand() -> Non
     assert not driven.scheduler.outbox
 
 
-BYTECODES = 700
+BYTECODES = 580
 """At most, of the engine's room for one batch in CPython 3.11, where one read of a worker's channel brings ten: reading
 its keys from the plan, giving it to a worker, putting it in order, taking and counting it, and its figures. What the
 plan and C do is not counted."""
