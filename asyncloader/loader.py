@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch.utils.data
@@ -243,7 +241,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _begin_with_kept_workers(self) -> WorkerIterator[T_co] | None:
         """Begin a run with persistent workers; None if there are none, or closed ones, or those of another process."""
-        is_held = _count_holders(self) > _OWN_HOLDERS
         iterator: Any = self._iterator
         if not isinstance(iterator, _import_iterators()[1]):  # a subclass may use torch's
             return None
@@ -253,8 +250,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return None
         if not (options := self._loader_options(iterator.asked)).has_workers:
             return None
-        if is_held:
-            self._runs.warn_of_restart()
         iterator.begin_next(self, options)
         return cast("WorkerIterator[T_co]", iterator)
 
@@ -322,7 +317,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 no state is loaded that says what they were.
             StateMismatchError: if the samplers are not those of the loaded state any more.
         """
-        return _import_replay().keys_of(self, epoch, number)
+        from asyncloader.run import replay  # with the engine, and later
+
+        return replay.keys_of(self, epoch, number)
 
     def batch(self, epoch: int, number: int) -> Any:
         """Make a batch of a run again, bit for bit, without those before it, also while a run goes on.
@@ -341,7 +338,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 told another epoch (`set_epoch`) than that of the run.
             Exception: whatever its samples, or their collation, raise.
         """
-        return _import_replay().batch_of(self, epoch, number)
+        from asyncloader.run import replay
+
+        return replay.batch_of(self, epoch, number)
 
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: in the middle of a run, or between two, with persistent workers or without.
@@ -431,28 +430,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return {**self.__dict__, "_runs": copy.copy(self._runs)}
 
 
-def _count_holders(loader: Any) -> int:
-    """Return how often the kept iterator is referred to, by this call and the loader as well."""
-    return sys.getrefcount(loader._iterator)
-
-
-_OWN_HOLDERS = _count_holders(SimpleNamespace(_iterator=object()))
-"""What that is if nobody else refers to it: the loop over it was left."""
-
-
 def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:
     """Import the engine."""
     from asyncloader.run.inline_iterator import InlineIterator
     from asyncloader.run.worker_iterator import WorkerIterator
 
     return InlineIterator, WorkerIterator
-
-
-def _import_replay() -> Any:
-    """Import what makes one batch again: with the engine, and later."""
-    from asyncloader.run import replay
-
-    return replay
 
 
 def _accept(

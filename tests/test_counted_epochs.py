@@ -233,7 +233,7 @@ def test_a_call_on_the_dataset_that_persistent_workers_do_not_hear(caplog: pytes
         (batch,) = list(loader)
         assert torch.equal(batch, torch.zeros(COUNT, dtype=torch.int64))
         assert len(warnings_of(caplog)) == (epoch > 0)
-    assert "Rows has set_epoch" in warnings_of(caplog)[0]
+    assert "Rows gives the same order in every epoch" in warnings_of(caplog)[0]
     caplog.clear()
 
     quiet = DataLoader(Rows(), persistent_workers=True, **options)

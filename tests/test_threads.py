@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, Subset, default_collate, get_worker_info
 
 from asyncloader import DataLoader, sample_rng, threads
 from tests.support.patience import hung, patiently
@@ -140,6 +140,22 @@ def test_a_slow_sample_holds_one_batch(place: dict[str, Any], tmp_path: Path) ->
     (tmp_path / "gate").touch()
     assert firsts([next(iterator)]) == [0.0, 1.0]
     assert sorted(others) == EXPECTED[2:]
+
+
+class Met(Tensors):
+    """A sample is there when four of them are asked for."""
+
+    meeting = threading.Barrier(4, timeout=20)
+
+    def __getitem__(self, index: int) -> Any:
+        self.meeting.wait()
+        return super().__getitem__(index)
+
+
+def test_samples_of_a_part_are_fetched_several_at_once() -> None:
+    """torch's `Subset` asks the dataset in it for one sample after the other."""
+    part = Subset(Met(), range(8, 16))  # type: ignore[arg-type]
+    assert firsts(DataLoader(part, batch_size=4, concurrency=4)) == EXPECTED[8:16]
 
 
 @places

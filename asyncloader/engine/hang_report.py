@@ -7,12 +7,9 @@ or none.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import threading
 from asyncio import TimerHandle
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,8 +38,6 @@ _WATCHED_S = 1.0
 _IDLE_S = 0.02
 """A worker that uses no more CPU time in that second waits for something: the kernel counts in hundredths."""
 
-_MOST_NAMES = 5
-
 _STATES = {
     "R": "It runs",
     "S": "It sleeps",
@@ -52,8 +47,8 @@ _STATES = {
 """The kernel's letters of what a process does."""
 
 _FORKED = (
-    "It was forked from this process, which has other threads ({names}). A forked worker has none of them, and a lock "
-    "that one of them held stays locked there for ever. If the stack below is in a library with such threads, use "
+    " It was forked from this process, which has other threads. A forked worker has none of them, and a lock that one "
+    "of them held stays locked there for ever. If the stack below is in a library with threads of its own, use "
     'DataLoader(..., multiprocessing_context="forkserver").'
 )
 
@@ -160,20 +155,7 @@ def describe(pid: int, before: Activity | None, now: Activity | None, *, was_for
     where = f" (in the kernel's {now.waits_in})" if now.waits_in else ""
     used_s = now.cpu_s - before.cpu_s
     words += f"{where}, and has used {used_s:.2f} s of CPU time in the last second."
-    if was_forked and now.state == "S" and used_s <= _IDLE_S and (names := _other_threads()):
-        words += " " + _FORKED.format(names=", ".join(names))
-    return words
-
-
-def _other_threads() -> list[str]:
-    """Return names of threads of this process that are neither the main one nor ours, the most frequent first."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    found = Counter[str]()
-    for folder in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            found[names.get(int(folder.name)) or (folder / "comm").read_text().strip()] += 1
-    ours = (threading.main_thread().name, "asyncloader")
-    return [f"{count} {name!r}" for name, count in found.most_common() if not name.startswith(ours)][:_MOST_NAMES]
+    return words + _FORKED * (was_forked and now.state == "S" and used_s <= _IDLE_S)
 
 
 def activity(pid: int) -> Activity | None:

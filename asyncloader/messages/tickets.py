@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeAlias
 
-from asyncloader.messages.failure import with_notes
 from asyncloader.messages.frames import Buffer
 from asyncloader.transport.codec import bytes_of
 from asyncloader.transport.tensors import Reducers
@@ -49,18 +47,9 @@ def pickle_tickets(
         try:
             pickled.append((ticket, dumps(keys)))
         except Exception as error:
-            refused.append((ticket, _without_frames(error)))
+            # Its frames lead to their callers, which refer to it: whoever it is raised in would stay in a cycle.
+            refused.append((ticket, error.with_traceback(None)))
     return pickled, refused
-
-
-def _without_frames(error: Exception) -> Exception:
-    """Return an exception that is raised later, with the frames of the user's classes as a note.
-
-    Frames lead to their callers, and these refer to the exception: whoever it is raised in would stay in a cycle.
-    """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    notes = [f"It was raised in:\n{''.join(traceback.format_list(frames))}".rstrip()] if frames else []
-    return with_notes(error.with_traceback(None), notes)
 
 
 def pack_tickets(tickets: list[PickledTicket], returned: Sequence[int] = ()) -> list[Buffer]:

@@ -98,7 +98,7 @@ class Meter:
         window: Batches being made or waiting at a time.
         faults: Faults that were handled in this run.
         trace: Where a timeline is written.
-        options: Options of the loader that the verdict builds on.
+        options: The facts that the verdict builds on: see `facts_of`.
 
     Attributes:
         story: The last events that the scheduler was told of. Written by the loop thread.
@@ -111,14 +111,14 @@ class Meter:
         window: int,
         faults: Faults | None = None,
         trace: Trace | None = None,
-        **options: Any,
+        options: dict[str, Any] | None = None,
     ) -> None:
         self.faults: Faults = faults or Faults()
         self.story: deque[Sequence[Any]] = deque(maxlen=_MOST_EVENTS)
         self._epoch = epoch
         self._num_workers = num_workers
         self._window = window
-        self._options = options
+        self._options = options or {}
         self._trace = trace
         self._began = perf_counter()
         self._mark(f"epoch {epoch}", self._began)

@@ -44,7 +44,7 @@ class LoaderStats:
         stages: How long each stage of the batches took.
         workers: What the workers did, each of them and together.
         faults: What went wrong and was mended, or was raised in place of a batch.
-        options: Options of the loader that the verdict builds on.
+        options: What of the loader's options the verdict builds on.
         story: With ``stats(story=True)``, the last 1,000 events that decided who makes which batch, for a report.
     """
 

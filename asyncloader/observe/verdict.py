@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from asyncloader.observe.figures import Stages
+from asyncloader.options import Options
 
 Limit: TypeAlias = Literal[
     "unknown",
@@ -95,7 +96,7 @@ class Costs:
         nbytes: The size of a batch.
         busy_share: Share of their time in which workers worked.
         stages: What each stage took.
-        options: Options of the loader.
+        options: What `facts_of` tells of the loader.
     """
 
     batches: int
@@ -161,6 +162,26 @@ class Costs:
         later, step = self.batches - 1, max(self.train, _LEAST_BATCH_S)
         epoch = max(self.work + later * step, self.batches * max(self.work / workers, self.cpu_floor))
         return (self.work + later * self.batch) / epoch
+
+
+def facts_of(options: Options, *, keys_arrive: bool) -> dict[str, Any]:
+    """Return what of a loader's options the verdict builds on.
+
+    Args:
+        options: The options.
+        keys_arrive: Keys of samples become known as time goes by: they come from a stream, or a feed.
+    """
+    return {
+        "is_iterable": options.is_iterable,
+        "keys_arrive": keys_arrive,
+        "scheduling": options.scheduling,
+        "max_buffered_bytes": options.max_buffered_bytes,
+        "persistent_workers": options.persistent_workers,
+        "concurrency": options.samples_at_once,
+        "in_process": options.is_in_process,
+        "has_provider": options.provider is not None,
+        "auto": options.is_auto,
+    }
 
 
 def judge(costs: Costs) -> Verdict:

@@ -23,6 +23,7 @@ from typing import Any
 from asyncloader.engine.progress import SamplerState
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, shared_trace
+from asyncloader.observe.verdict import facts_of
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, initial_state, nobody, warn_once
 from asyncloader.run.plan import keeps_place, order_generators, since_preload
@@ -49,11 +50,6 @@ _USED_UP = (
     "The state that was loaded is used up: an iterator has begun at it, and was dropped before its end, after %d "
     "batches. The iterator that begins now begins an epoch anew. If that was a look at a batch before training, load "
     "the state again after the look."
-)
-_RESTARTED = (
-    "iter(loader) was called while another iterator was in use, which had given %d batches and was not at its end. "
-    "With persistent_workers=True both are one: a loop that is still going on goes on in the new run, from its "
-    "beginning. To look at a batch inside a loop, use another loader, or loader.batch(epoch, number)."
 )
 
 
@@ -191,12 +187,6 @@ class Runs:
             warn_once(self.warned, _IN_DOUBT, meant.given, other.given)
         return meant
 
-    def warn_of_restart(self) -> None:
-        """Warn if the run whose workers are to begin another one has given batches, and has more."""
-        last = self.run()
-        if last is not None and last.given and not last.progress.end_is_known and last.iterator() is not None:
-            warn_once(self.warned, _RESTARTED, last.given)
-
     def _has_outlived(self, run: Checkpointer, other: Checkpointer) -> bool:
         """Whether the iterator of a run was dropped after that of another one, or may have come to its end after it."""
         dropped = list(self._dropped)
@@ -261,15 +251,7 @@ class Runs:
             num_workers,
             window,
             trace=self._open_trace(options),
-            is_iterable=options.is_iterable,
-            keys_arrive=keys_arrive,
-            scheduling=options.scheduling,
-            max_buffered_bytes=options.max_buffered_bytes,
-            persistent_workers=options.persistent_workers,
-            concurrency=options.samples_at_once,
-            in_process=options.is_in_process,
-            has_provider=options.provider is not None,
-            auto=options.is_auto,
+            options=facts_of(options, keys_arrive=keys_arrive),
         )
         return self._meter
 

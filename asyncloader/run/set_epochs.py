@@ -86,27 +86,21 @@ class SetEpochs:
         """
         if self._is_quiet:
             return
-        told = zip(before, self.now(options), strict=False)
-        same = [thing if was == now else None for thing, (was, now) in zip(_things(options), told, strict=False)]
         num_samplers = len(samplers_within(options.index_sampler))
-        if any(isinstance(each, DistributedSampler) and each.shuffle for each in same[:num_samplers]):
-            self._is_quiet = True
-            log.warning(
-                "DistributedSampler gives the same order in every epoch: nobody has called set_epoch. Call "
-                "loader.set_epoch(epoch) before each epoch, or use asyncloader.samplers.ElasticSampler, which counts "
-                "them."
-            )
-        if options.has_workers and options.persistent_workers:
-            untold = [one for one in same[num_samplers:] if one is not None and not probe(one, "counts_epochs")]
-            if untold:
+        are_copied = options.has_workers and options.persistent_workers
+        told = zip(_things(options), before, self.now(options), strict=False)
+        for place, (thing, was, now) in enumerate(told):
+            shuffles = isinstance(thing, DistributedSampler) and thing.shuffle
+            if was == now and (are_copied and not probe(thing, "counts_epochs") if place >= num_samplers else shuffles):
                 self._is_quiet = True
                 log.warning(
-                    "%s has set_epoch, and the copies of it in persistent workers were told no epoch: each epoch may "
-                    "have the same order. Call loader.set_epoch(epoch) before each, which reaches the workers; a call "
-                    "on the dataset itself does not. (counts_epochs = True, as an attribute of the dataset, says that "
-                    "it counts by itself.)",
-                    type(untold[0]).__name__,
+                    "%s gives the same order in every epoch, it seems: nobody has told it which one begins. Call "
+                    "loader.set_epoch(epoch) before each, which reaches copies of a dataset in persistent workers as "
+                    "well, in contrast to a call on the dataset itself; or use asyncloader.samplers.ElasticSampler, "
+                    "which counts epochs. (counts_epochs = True, as an attribute of a dataset, says that it does.)",
+                    type(thing).__name__,
                 )
+                return
 
     def note_state(self, state: LoaderState, options: Options) -> None:
         """Note what a state has told samplers and the dataset that a run begins from."""

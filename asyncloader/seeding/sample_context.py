@@ -82,11 +82,10 @@ class SampleContext:
     Args:
         seeder: The seeder of the worker, for this epoch.
         batch: Number of the batch.
-        position: In the batch, from 0.
-        first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
-        steps: Those of the worker's samples, where samples overlap.
 
     Attributes:
+        first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
+        steps: Those of the worker's samples, where samples overlap.
         left: The iterator over the list of keys that samples are asked for by, which tells the position; or None.
         states: Of a coroutine, the generators that earlier steps have moved, with the states that these have left.
     """
@@ -99,17 +98,24 @@ class SampleContext:
     _generator: np.random.Generator
     _samples: dict[int, SampleContext] | None = None
     _seeds_each = False
+    _position = BATCH
+    first: int | None = None
+    steps: Steps = NO_STEPS
     left: Any = None
     states: Sequence[tuple[Any, Any]] = ()
 
-    def __init__(
-        self, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, steps: Steps = NO_STEPS
-    ) -> None:
+    def __init__(self, seeder: Seeder, batch: int) -> None:
         self.seeder = seeder
         self.batch = batch
-        self.first = first
-        self._position = position
-        self.steps = steps
+
+    @classmethod
+    def of_sample(
+        cls, seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, steps: Steps = NO_STEPS
+    ) -> SampleContext:
+        """Return the context of a sample at this position, from 0, or of what is done for a batch."""
+        sample = cls(seeder, batch)
+        sample._position, sample.first, sample.steps = position, first, steps
+        return sample
 
     @property
     def position(self) -> int:
@@ -162,13 +168,13 @@ class SampleContext:
         if self._samples is None:
             self._samples = {}
         if position not in self._samples:
-            self._samples[position] = SampleContext(self.seeder, self.batch, position, self.first, self.steps)
+            self._samples[position] = self.of_sample(self.seeder, self.batch, position, self.first, self.steps)
         return self._samples[position]
 
     def of_task(self) -> SampleContext:
         """Return the context of a task that begins in this one: the same sample, with numbers of its own."""
         self._num_tasks += 1
-        part = SampleContext(self.seeder, self.batch, self.position, self.first, self.steps)
+        part = self.of_sample(self.seeder, self.batch, self.position, self.first, self.steps)
         part._task, part._begun_by = mix(self._task, self._num_tasks), self
         return part
 
@@ -198,7 +204,7 @@ def enter(
     seeder: Seeder, batch: int, position: int = BATCH, first: int | None = None, steps: Steps = NO_STEPS
 ) -> SampleContext:
     """Note that what this context does from now on is done for this sample, or batch."""
-    sample = SampleContext(seeder, batch, position, first, steps)
+    sample = SampleContext.of_sample(seeder, batch, position, first, steps)
     current.set(sample)
     return sample
 

@@ -39,7 +39,7 @@ from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Keeper, WorkerStart
 from asyncloader.observe.private import PrivateBytes
 from asyncloader.observe.record import Record
-from asyncloader.observe.stalls import stalled_s
+from asyncloader.observe.usage import Usage
 from asyncloader.protocols import namer
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.generators import check_of, restore, states_of
@@ -49,11 +49,9 @@ from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleC
 from asyncloader.seeding.seeder import COLLATE, Seeder
 from asyncloader.seeding.switch import DrawWatch, GeneratorSwitch
 from asyncloader.transport.collate import is_default, recycling_collate
-from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher, refuse_awaitables
+from asyncloader.worker.fetch import IterableFetcher, MapFetcher, fetch_and_drop, refuse_awaitables
 from asyncloader.worker.job import Job, NoGoodSample, mend
 from asyncloader.worker.odd_sample import find_odd_sample
-
-_STALLS_EVERY_S = 0.1  # to ask takes up to 100 us
 
 Work: TypeAlias = "Job | BatchMaker"
 """What knows how a batch came about: a job where samples overlap, otherwise the maker, which makes one at a time."""
@@ -124,9 +122,6 @@ class BatchMaker:
     seeder: Seeder
     collate: Callable[[Any], Any]
     _is_batched: bool
-    fetched: float
-    began: float
-    waited_s: float
     _is_plain = False
     """A batch is fetched and collated, and that is all: most are, where nothing is seeded."""
     _is_known = False
@@ -151,23 +146,21 @@ class BatchMaker:
         self._id = worker_id
         self.host = host
         self._aside = aside
-        self._fetch: Any = None  # a `Fetcher`, where samples are fetched one by one
+        self._fetch: Any = None  # a `MapFetcher` or `IterableFetcher`, where samples are fetched one by one
         self._own_states: list[tuple[Any, Any]] = []  # as they are outside of samples
         self._reseeded: set[str] = set()  # by `worker_init_fn`
         self._epoch: EpochSpec
         self._notice: EpochNotice | None = None  # of the run before
-        self._cpu_clock = host.cpu_clock
-        self._cpu_s = host.cpu_clock()
-        self._stalled_s, self._stalls_due_at = stalled_s(), perf_counter() + _STALLS_EVERY_S
-        self._memory: PrivateBytes | None = None
+        memory: PrivateBytes | None = None
         if isinstance(spec, WorkerSpec):
             self.spec = spec
             self.collate, self._is_batched = host.collator(spec.collate_fn), spec.auto_collation
             if host.is_remote:  # threads share their memory
-                self._memory = PrivateBytes(bound=spec.max_worker_memory)
+                memory = PrivateBytes(bound=spec.max_worker_memory)
         else:
             self._unfit = spec
         self.failure = self._unfit
+        self._usage = Usage(host.cpu_clock, memory)
 
     # -------------------------------------------------------------------------------------------------- opening
 
@@ -284,25 +277,25 @@ class BatchMaker:
         elif self.spec.seeds_overlapping:
             self.switch = GeneratorSwitch(self.seeder, warns=not self._id)  # one warning is enough
         elif self.spec.shares_generators and not self._id:
-            self.switch = DrawWatch(self.seeder, is_alone=self.host.is_remote)
+            self.switch = DrawWatch(self.seeder)
 
     @property
     def _seeds(self) -> bool:
         """Whether each batch is seeded here, or each of its samples; otherwise blocks are at most."""
         return self.spec.seeds_each_batch or self.spec.seeds_each_sample
 
-    def pause_with(self, pause: Callable[[], object] | None) -> None:
+    def pause_with(self, pause: Callable[[], object]) -> None:
         """Have this called after each sample that `make` gets."""
         self._fetch.pause_with(pause)
 
     def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
         """Make what `make` gets samples from; of this iterator, if there is one already."""
         keeper = self.keeper
-        self._fetch = make_fetcher(dataset, self.spec, iterator)
-        if keeper is not None and isinstance(self._fetch, IterableFetcher):
-            self._fetch.ended = keeper.attach(self._fetch.iterator)
-        if self.switch.is_on:
-            self.pause_with(partial(self.switch.end, None, is_last=True))
+        if self.spec.is_iterable:
+            self._fetch = IterableFetcher(dataset, self.spec, iterator)
+            self._fetch.ended = keeper is not None and keeper.attach(self._fetch.iterator)
+        else:
+            self._fetch = MapFetcher(dataset, self.spec)
 
     def _reseed_pipe(self, dataset: Any) -> Any:
         if self._epoch.shared_seed is None:  # not an IterDataPipe
@@ -349,13 +342,13 @@ class BatchMaker:
         here, samples = SampleContext(self.seeder, number), None
         outside = current.set(here)
         try:
-            if not self._is_plain:
-                here, keys = self._begin_batch(here, keys)
-            samples = self._fetch(keys, here)
-            self.fetched = perf_counter()
             if self._is_plain:
-                self.count = length_hint(samples, 1)
+                samples = self._fetch(keys, here)
+                self.fetched, self.count = perf_counter(), length_hint(samples, 1)
             else:
+                here, keys = self._begin_batch(here, keys)
+                samples = self._fetch(keys, here)
+                self.fetched = perf_counter()
                 samples = self._looked_at(samples, keys, here)
             return self.collate(samples)
         except BaseException as error:
@@ -382,12 +375,7 @@ class BatchMaker:
         """Return what is collated of samples that were fetched, and note the state of the dataset after them."""
         if not self._is_known:
             refuse_awaitables(samples, self.spec.dataset)
-            if self.switch.is_on:
-                self.switch.end(here, is_last=True)
-                self.switch.on_batch()
-                self.pause_with(None)
-            self._is_known = not self.switch.is_on
-            self._is_plain = self._is_known and self._may_be_plain
+            self._is_known, self._is_plain = True, self._may_be_plain
         if self.keeper is not None:
             self.snapshot = self.keeper.take(ended=self._fetch.ended)
         if here.first is not None:
@@ -509,14 +497,9 @@ class BatchMaker:
         return self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
 
     def _record(self, work: Work) -> Record:
-        """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""
+        """Note the times of a ticket: waited for it, fetched, collated until now; and what the worker has used."""
         now = perf_counter()
         began, fetched = work.began, work.fetched or now
-        cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
-        stalled = 0.0
-        if now >= self._stalls_due_at:
-            before, self._stalled_s, self._stalls_due_at = self._stalled_s, stalled_s(), now + _STALLS_EVERY_S
-            stalled = self._stalled_s - before
         fields = (
             work.ticket,
             self._epoch.number,
@@ -525,9 +508,7 @@ class BatchMaker:
             work.waited_s,
             fetched - began,
             now - fetched,
-            self._cpu_s - cpu_before,
-            stalled,
-            0 if self._memory is None else self._memory.take(now),
+            *self._usage.since_last(now),
             0.0,  # the transport notes how long encoding takes
         )
         return _new(Record, fields)

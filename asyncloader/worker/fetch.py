@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Coroutine
 from itertools import repeat
 from operator import getitem
-from typing import Any, TypeAlias
+from typing import Any
 
 from asyncloader.messages.failure import EndOfData
 from asyncloader.messages.messages import WorkerSpec
@@ -39,25 +39,25 @@ class MapFetcher:
     _pause: Callable[[], object] | None = None
 
     def __init__(self, dataset: Any, spec: WorkerSpec) -> None:
-        self._dataset = dataset
+        self._dataset, self._again = dataset, repeat(dataset)
         self._auto_collation = spec.auto_collation
         self._tolerates = spec.tolerates
         self._whole = WholeBatches(dataset, spec)
         self._by_batch = not self._whole.by_sample and getattr(dataset, "__getitems__", None) is not None
         is_special = self._by_batch or self._whole.is_in_memory or self._tolerates or spec.knows_places
-        self._is_plain = self._may_be_plain = self._auto_collation and not is_special
+        self._is_plain = self._auto_collation and not is_special
         self.errors: dict[int, Exception] = {}
 
-    def pause_with(self, pause: Callable[[], object] | None) -> None:
+    def pause_with(self, pause: Callable[[], object]) -> None:
         """Have this called after each sample."""
-        self._pause, self._is_plain = pause, self._may_be_plain and pause is None
+        self._pause, self._is_plain = pause, False
 
     def __call__(self, keys: Any, here: SampleContext) -> Any:
         """Return the list of samples, or a `Whole`; without automatic batching a list of the one sample."""
         if not self._is_plain:
             return self._special(keys, here)
         left = here.left = iter(keys)
-        samples = [*map(getitem, repeat(self._dataset), left)]
+        samples = [*map(getitem, self._again, left)]
         if len(samples) < len(keys):  # StopIteration of a sample's own ends a `map`, and is asked for once more
             here.position = len(samples)
             self._one(keys[here.position], here)
@@ -121,7 +121,7 @@ class IterableFetcher:
         self.errors: dict[int, Exception] = {}
         self._spec = spec
 
-    def pause_with(self, pause: Callable[[], object] | None) -> None:
+    def pause_with(self, pause: Callable[[], object]) -> None:
         """Have this called after each sample."""
         self._pause = pause
 
@@ -182,10 +182,7 @@ def refuse_awaitables(samples: Any, dataset: Any) -> None:
         raise TypeError(_NOT_ASYNC.format(type(dataset).__qualname__))
 
 
-Fetcher: TypeAlias = MapFetcher | IterableFetcher
-
-
-def fetch_and_drop(fetch: Fetcher, keys: Any) -> bool:
+def fetch_and_drop(fetch: MapFetcher | IterableFetcher, keys: Any) -> bool:
     """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
     try:
         fetch(keys, sample_context.here())
@@ -195,13 +192,3 @@ def fetch_and_drop(fetch: Fetcher, keys: Any) -> bool:
         pass
     fetch.errors.clear()
     return True
-
-
-def make_fetcher(dataset: Any, spec: WorkerSpec, iterator: Any = None) -> Fetcher:
-    """Return the fetcher for a dataset; for an iterable one with this iterator, if there is one already.
-
-    The samples are to be collated with the ``collate_fn`` of the spec.
-    """
-    if spec.is_iterable:
-        return IterableFetcher(dataset, spec, iterator)
-    return MapFetcher(dataset, spec)

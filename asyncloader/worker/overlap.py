@@ -195,18 +195,12 @@ class TaskFetcher(Overlap):
     def __init__(self, dataset: Any, *run: Any) -> None:
         super().__init__(*run)
         self._dataset = dataset
-        self._get_sample = self._sample_method(dataset)
+        self._get_sample = sample_method(dataset)
         self._whole = WholeBatches(dataset, self._spec)
         self._get_samples: Callable[[Any], Any] | None = None
         if self._auto_collation and not self._whole.by_sample:
-            self._get_samples = self._batch_method(dataset)
+            self._get_samples = batch_method(dataset)
         self._is_filling = False
-
-    def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
-        return sample_method(dataset)
-
-    def _batch_method(self, dataset: Any) -> Callable[[Any], Any] | None:
-        return batch_method(dataset)
 
     def _fill(self) -> None:
         if self._is_filling:  # a job that is concluded at once comes here again

@@ -19,7 +19,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from operator import getitem
 from time import perf_counter
 from typing import Any
 
@@ -53,12 +52,6 @@ class ThreadFetcher(TaskFetcher):
                 "and, in containers, the limit of processes (pids.max)."
             )
             raise
-
-    def _sample_method(self, dataset: Any) -> Callable[[Any], Any]:
-        return partial(getitem, dataset)
-
-    def _batch_method(self, dataset: Any) -> Callable[[Any], Any] | None:
-        return getattr(dataset, "__getitems__", None)
 
     def drop(self) -> None:
         """Forget all jobs; threads end after the sample that each is at."""
@@ -126,8 +119,6 @@ class ThreadFetcher(TaskFetcher):
         if position not in job.pending:  # not wanted any more
             return
         self._enter(job, position)
-        if is_watched := self._steps.is_on:
-            self._steps.begin(None)
         if position <= 0:
             job.began = perf_counter()
         sample: Any = None
@@ -137,8 +128,6 @@ class ThreadFetcher(TaskFetcher):
             refuse_awaitables([sample] if position >= 0 else sample, self._dataset)
         except BaseException as raised:
             error = raised
-        if is_watched:
-            self._steps.end(None, is_last=True)
         self._done.append((job, position, sample, error))
         del job, sample, error  # a traceback refers to this frame
         # Either this thread finds `_is_told` false, and tells; or the loop has not come to `_take_done`, which sets it

@@ -35,7 +35,7 @@ def measure(bench: Bench) -> None:
     fetch = MapFetcher(dataset, WorkerSpec(None, False, True, None, False, None, 1, 0, False, knows_places=True))
 
     def fetched(*, is_seeded: bool) -> None:
-        here = SampleContext(seed, 0, first=0)
+        here = SampleContext.of_sample(seed, 0, first=0)
         current.set(here)
         if is_seeded:
             here.seed_each()
@@ -43,7 +43,7 @@ def measure(bench: Bench) -> None:
 
     def block() -> None:
         for position in keys:
-            current.set(SampleContext(seed, 0, position, first))
+            current.set(SampleContext.of_sample(seed, 0, position, first))
             with turns.sample_seed():
                 pass
 

@@ -114,7 +114,7 @@ def test_why_keys_cannot_be_pickled_is_in_no_cycle() -> None:
         _, refused = pickle_tickets([(0, Key())])
         ((_, error),) = refused
         kept = weakref.ref(error)
-        assert "in __reduce__" in error.__notes__[0]
+        assert isinstance(error, Refusal)
         del refused, error, _
         assert kept() is None
     finally:

@@ -228,7 +228,7 @@ def test_a_thread_that_waits_for_its_turn_hears_that_the_iterator_was_closed() -
     assert sorted(found, key=str) == [[0, 1, 2, 3], "closed"]
 
 
-BYTECODES = 465
+BYTECODES = 415
 """At most, for a batch of a dataset whose samples are made in C, in CPython 3.11: what a batch costs without workers is
 to stay what it is. What C does is not counted; torch's loader takes 376 for a batch of one, and 686 for 32."""
 

@@ -87,7 +87,7 @@ def test_it_does_not_matter_which_task_waits_longer(
 
 def test_a_samples_position_in_a_batch_counts_also_in_a_task_of_the_batch() -> None:
     """`__getitems__` that makes each sample in a task gives what it gives one after the other."""
-    batch = SampleContext(Seeder((3, 0, 0)), 4, first=20)
+    batch = SampleContext.of_sample(Seeder((3, 0, 0)), 4, first=20)
     assert batch.of_task().of(1) is batch.of_task().of_task().of(1) is batch.of(1)
 
 
@@ -109,7 +109,7 @@ def test_a_factory_of_the_users_makes_tasks_as_before() -> None:
         tell_tasks_apart(loop)
         tell_tasks_apart(loop)  # once is enough
         await asyncio.gather(asyncio.sleep(0), asyncio.sleep(0))
-        current.set(SampleContext(Seeder((3, 0, 0)), 4, position=2))
+        current.set(SampleContext.of_sample(Seeder((3, 0, 0)), 4, position=2))
         for _ in range(2):
             await asyncio.create_task(part())
         await part()

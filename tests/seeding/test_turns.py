@@ -59,10 +59,10 @@ def within(sample: SampleContext | None) -> Any:
 
 def test_what_is_drawn_depends_on_the_place_in_the_epoch_alone() -> None:
     """Not on batch and position; and each block, sample and epoch has numbers of its own."""
-    expected = within(SampleContext(SEEDER, 3, 2, first=10))
-    assert within(SampleContext(SEEDER, 0, 0, first=12)) == expected
+    expected = within(SampleContext.of_sample(SEEDER, 3, 2, first=10))
+    assert within(SampleContext.of_sample(SEEDER, 0, 0, first=12)) == expected
     others = [
-        within(SampleContext(Seeder(key), 3, position, first=10))
+        within(SampleContext.of_sample(Seeder(key), 3, position, first=10))
         for key, position in [(KEY, 1), (KEY, BATCH), (KEY, COLLATION), ((7, 2, 0), 2), (KEY, 0)]
     ]
     drawn = [number for blocks in [expected, *others] for block in blocks for number in block]
@@ -72,7 +72,7 @@ def test_what_is_drawn_depends_on_the_place_in_the_epoch_alone() -> None:
 @pytest.fixture
 def in_a_sample() -> Iterator[SampleContext]:
     """A sample is being fetched."""
-    sample = SampleContext(SEEDER, 0, 0, first=5)
+    sample = SampleContext.of_sample(SEEDER, 0, 0, first=5)
     outside = current.set(sample)
     yield sample
     current.reset(outside)
@@ -82,7 +82,7 @@ def test_a_block_in_a_block_goes_on_where_the_outer_one_is(in_a_sample: SampleCo
     """It is the same turn of the same sample."""
     with sample_seed():
         expected = [draw(), draw()]
-    current.set(SampleContext(SEEDER, 0, 0, first=5))
+    current.set(SampleContext.of_sample(SEEDER, 0, 0, first=5))
     with sample_seed():
         found = [draw()]
         with sample_seed():
@@ -90,7 +90,9 @@ def test_a_block_in_a_block_goes_on_where_the_outer_one_is(in_a_sample: SampleCo
     assert found == expected
 
 
-@pytest.mark.parametrize("sample", [None, SampleContext(SEEDER, 0, 0)], ids=["nothing is fetched", "another seeding"])
+@pytest.mark.parametrize(
+    "sample", [None, SampleContext.of_sample(SEEDER, 0, 0)], ids=["nothing is fetched", "another seeding"]
+)
 def test_elsewhere_it_changes_nothing(sample: SampleContext | None) -> None:
     """A dataset with blocks works by itself, and under any seeding."""
     random.seed(1)
@@ -106,12 +108,14 @@ def test_a_block_that_raises_gives_its_turn_back(in_a_sample: SampleContext) -> 
     """The next sample has it."""
     with pytest.raises(KeyError), sample_seed():
         raise KeyError
-    assert within(SampleContext(SEEDER, 0, 1, first=5)) == within(SampleContext(SEEDER, 0, 1, first=5))
+    assert within(SampleContext.of_sample(SEEDER, 0, 1, first=5)) == within(
+        SampleContext.of_sample(SEEDER, 0, 1, first=5)
+    )
 
 
 def test_generators_that_are_the_trainers_are_not_seeded() -> None:
     """Where samples are made at the same time in its process: the error says what to draw from, and that works."""
-    outside = current.set(SampleContext(Seeder(KEY, may_seed=False), 0, 0, first=5))
+    outside = current.set(SampleContext.of_sample(Seeder(KEY, may_seed=False), 0, 0, first=5))
     before = random.getstate()
     with pytest.raises(RuntimeError, match=r"sample_rng\(\), or use worker processes"), sample_seed():
         raise AssertionError
@@ -124,7 +128,7 @@ def test_an_await_inside_a_block_is_refused() -> None:
     """The other samples of the loop would run inside it."""
 
     async def sample(position: int, go_on: asyncio.Event) -> None:
-        current.set(SampleContext(SEEDER, 0, position, first=0))
+        current.set(SampleContext.of_sample(SEEDER, 0, position, first=0))
         with sample_seed():
             await go_on.wait()
 
@@ -144,7 +148,7 @@ def test_blocks_of_several_threads_take_turns(in_a_sample: SampleContext) -> Non
     """One that comes while another thread is in a block waits for its end."""
 
     def draw_in_a_block() -> float:
-        current.set(SampleContext(SEEDER, 0, 1, first=5))
+        current.set(SampleContext.of_sample(SEEDER, 0, 1, first=5))
         with sample_seed():
             return random.random()
 
@@ -163,7 +167,7 @@ def test_a_coroutine_that_blocks_its_loop_on_a_block_is_named(
     """Its step waits for the thread, and the thread's block for the end of the step; another's step only takes long."""
     monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
     switch = GeneratorSwitch(SEEDER, warns=False)
-    sample, other = (SampleContext(SEEDER, 0, position, 0, switch) for position in range(2))
+    sample, other = (SampleContext.of_sample(SEEDER, 0, position, 0, switch) for position in range(2))
 
     def draw_in_a_block() -> float:
         current.set(sample if is_own else other)
@@ -184,7 +188,7 @@ def test_a_fork_has_no_turn_that_another_thread_had() -> None:
     holds, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        current.set(SampleContext(SEEDER, 0, 0, first=0))
+        current.set(SampleContext.of_sample(SEEDER, 0, 0, first=0))
         with sample_seed():
             holds.set()
             leave.wait(30)
@@ -201,13 +205,13 @@ def test_a_fork_has_no_turn_that_another_thread_had() -> None:
 @pytest.mark.parametrize("first", [None, 4])
 def test_samples_of_one_call_have_their_own_numbers(first: int | None) -> None:
     """Of `sample_rng` under any seeding: what a sample that is fetched alone has, each time it is asked."""
-    outside = current.set(SampleContext(SEEDER, 2, BATCH, first=first))
+    outside = current.set(SampleContext.of_sample(SEEDER, 2, BATCH, first=first))
     found = []
     for position in (1, 0, 1):
         with sample_seed(position):
             found.append((sample_rng().random(), random.random()))
     current.reset(outside)
-    outside = current.set(SampleContext(SEEDER, 2, 1, first=first))
+    outside = current.set(SampleContext.of_sample(SEEDER, 2, 1, first=first))
     with sample_seed(7):  # the position is that of a batch: this is one sample
         by_itself = [(sample_rng().random(), random.random())]
     with sample_seed():

@@ -10,7 +10,7 @@ from asyncloader.messages.messages import WorkerSpec
 from asyncloader.seeding.sample_context import here
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.worker.batch_maker import BatchMaker, Host
-from asyncloader.worker.fetch import make_fetcher
+from asyncloader.worker.fetch import IterableFetcher, MapFetcher
 
 _SPEC = WorkerSpec(None, False, True, None, False, None, 1, 0, False)
 
@@ -18,7 +18,7 @@ _SPEC = WorkerSpec(None, False, True, None, False, None, 1, 0, False)
 def fetching(dataset: Any, **options: Any) -> Callable[[Any], Any]:
     """Return what fetches samples by their keys: a list of them, or the one sample."""
     spec = replace(_SPEC, **options)
-    fetch = make_fetcher(dataset, spec)
+    fetch = IterableFetcher(dataset, spec) if spec.is_iterable else MapFetcher(dataset, spec)
 
     def samples(keys: Any) -> Any:
         found = fetch(keys, here())

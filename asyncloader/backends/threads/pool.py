@@ -13,7 +13,6 @@ from typing import Any
 
 from asyncloader.backends.backend import Backend, Launch
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
-from asyncloader.epochs import listeners
 from asyncloader.loops import GuardedLoop
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 
@@ -28,9 +27,8 @@ class LocalPool(Backend[LocalWorker]):
     """
 
     def __init__(self, loop: GuardedLoop, spec: WorkerSpec, *, on_threads: bool) -> None:
-        # A dataset that hears of epochs is copied in the consumer's thread, and not while it is told one.
-        is_copied = on_threads and any(True for _ in listeners(spec.dataset))
-        super().__init__(loop, spec.with_dataset(private_copy(spec.dataset)) if is_copied else spec)
+        # In the consumer's thread: it may tell the user's dataset another epoch while a worker makes its own copy.
+        super().__init__(loop, spec.with_dataset(private_copy(spec.dataset)) if on_threads else spec)
         self._on_threads = on_threads
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:

@@ -30,8 +30,7 @@ from asyncloader.worker.transport import ParentGone, WorkerTransport
 UNKNOWN = -1
 """What `batch_bytes` returns of a batch that holds something which it does not look into."""
 
-_OVERHEAD = 64
-_PLAIN = frozenset({int, float, bool, complex, type(None)})
+_PLAIN = (str, bytes, bytearray, int, float, np.generic, type(None))
 
 _info: ContextVar[Any] = ContextVar("asyncloader worker", default=None)
 
@@ -154,14 +153,10 @@ def batch_bytes(batch: Any, levels: int = 3) -> int:
         return batch.nbytes if batch.layout is torch.strided and not batch.is_nested else UNKNOWN
     if isinstance(batch, np.ndarray):
         return UNKNOWN if batch.dtype.hasobject else batch.nbytes
-    if isinstance(batch, (str, bytes, bytearray)):
-        return _OVERHEAD + len(batch)
-    if isinstance(batch, (int, float, np.generic, type(None))):
-        return _OVERHEAD
+    if isinstance(batch, _PLAIN):
+        return sys.getsizeof(batch)
     if not levels or not isinstance(batch, (list, tuple, dict)):
         return UNKNOWN
     parts = batch.values() if isinstance(batch, dict) else batch
-    if _PLAIN.issuperset(map(type, parts)):
-        return _OVERHEAD + 32 * len(parts)
-    sizes = [batch_bytes(part, levels - 1) for part in parts]
-    return UNKNOWN if UNKNOWN in sizes else _OVERHEAD + sum(sizes)
+    sizes = [sys.getsizeof(batch), *(batch_bytes(part, levels - 1) for part in parts)]
+    return UNKNOWN if UNKNOWN in sizes else sum(sizes)
