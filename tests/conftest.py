@@ -9,6 +9,7 @@ import gc
 import inspect
 import logging
 import multiprocessing
+import os
 import signal
 import sys
 import textwrap
@@ -17,6 +18,9 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+# torch's threads look for more work in a loop after each large operation: a third of the CPU time of some tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read as torch is imported
 
 import hypothesis
 import pytest
@@ -117,6 +121,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """Have one nursery for all processes that run tests, from the first test to the last."""
+    gc.freeze()  # what has been collected is there to the end, and costs no collection anything
     gc.enable()
     torch.set_num_threads(session.config.stash[TORCH_THREADS])
     wanted = any("nursery" in getattr(item, "fixturenames", ()) for item in session.items)
