@@ -381,13 +381,19 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_state_fits_what_its_epoch_was_drawn_for() -> None:
-    """A data set may grow inside an epoch, before a state is taken in it, and batches may be set to another size."""
+    """Inside an epoch, before a state is taken, a data set may grow, weights be set, and batches to another size."""
     growing = [*range(20)]
     loader = DataLoader(growing, 4, shuffle=True)  # type: ignore[arg-type]
     batches = iter(loader)
     next(batches)
     growing += [20, 21]
     with pytest.raises(StateMismatchError, match="dataset_length was 20 when it was taken, and is 22 now"):
+        loader.load_state_dict(loader.state_dict())
+    sampler = WeightedRandomSampler([1.0] * 20, 20)
+    loader = DataLoader(growing, 4, sampler=sampler)  # type: ignore[arg-type]
+    next(iter(loader))
+    sampler.weights[3] = 5.0
+    with pytest.raises(StateMismatchError, match="weights was"):
         loader.load_state_dict(loader.state_dict())
     batches = iter(loader)
     for size in (4, 2, 4):

@@ -192,10 +192,6 @@ class Progress:
                 "next epoch begins with the next iterator."
             )
 
-    def note_other_size(self) -> None:
-        """Note that batches of keys are of another size from now on."""
-        self.sizes_differ = True
-
     def note_read(self, count: int) -> None:
         """Note that another batch of keys is read, which names so many samples. May be done again until `read` says so.
 

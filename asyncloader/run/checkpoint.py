@@ -39,7 +39,8 @@ class Checkpointer:
         progress: How far it is.
         order: When its order was drawn.
         key: Base seed, runs that had it before, and rank of the data: batches are seeded by them.
-        common: What all states in the run have in common: its number, its seeds, and the epochs of samplers.
+        common: What all states in the run have in common: its number, its seeds, the epochs of samplers, what has to
+            fit.
         notice: What `set_epoch` had told the dataset when it began.
         warned: The warnings that the loader has logged about its states, once each.
         is_resumed: It has begun from a state of the middle of a run.
@@ -60,7 +61,6 @@ class Checkpointer:
     meter: Meter | None = None
     iterator: Callable[[], Any] = nobody
     _begun_at: float = field(default_factory=perf_counter)
-    _described: dict[str, Any] = field(default_factory=dict)
 
     @property
     def used_at(self) -> float:
@@ -173,8 +173,8 @@ class Checkpointer:
         )
 
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> LoaderState:
-        self._described, run = self._described or describe(self.options), self.common
-        fits = {**self._described, **run.fits}
+        run = self.common
+        fits = dict(run.fits or describe(self.options))
         if self.progress.sizes_differ and fits["batch_size"] is not None:
             fits["batch_size"] = "changed in the middle of the epoch"  # which fits no loader
         return replace(

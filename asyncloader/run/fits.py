@@ -86,34 +86,23 @@ def describe(options: Options) -> dict[str, Any]:
     elastic = any(map(is_elastic, samplers))
     division = [[_whole(sampler, name) for name in _DIVISION] for sampler in samplers]
     ranks = [(ranks, rank) for _, ranks, rank in division if None not in (ranks, rank)]
-    sizes = sizes_of(options)
     num_replicas, rank = (None, None) if elastic or not ranks else ranks[0]
     return {
         "kind": "iterable" if options.is_iterable else "map",
-        "batch_size": sizes["batch_size"],
+        "batch_size": None if elastic else batch_size(options),
         "drop_last": options.drop_last,
         "seeding": None if options.is_iterable else options.seeding,
         "sampler": "(".join(type(sampler).__name__ for sampler in samplers) + ")" * (len(samplers) - 1),
         "num_replicas": num_replicas,
         "rank": rank,
-        "dataset_length": sizes["dataset_length"],
-        "samples": sizes["samples"],
+        "dataset_length": None if options.is_iterable else _length(options.dataset),
+        "samples": None if elastic or options.is_iterable else _length(options.sampler),
         # Not which one: the states of ranks are alike, and many trainers save that of the first for all.
         "seeding_rank": None if options.seeding_rank is None else "given",
         "division": division,
         "dataset_state": not options.is_iterable and options.snapshot_every > 0 and is_stateful(options.dataset),
         "samplers": json.dumps([_identity(sampler, elastic) for sampler in samplers], default=identity.plain),
         "datasets": json.dumps([known for one in members(options.dataset) if len(known := identity.of(one)) > 1]),
-    }
-
-
-def sizes_of(options: Options) -> dict[str, Any]:
-    """Return of what must be the same what may change while a run goes on: it is that of its beginning."""
-    elastic = any(map(is_elastic, samplers_within(options.index_sampler)))
-    return {
-        "batch_size": None if elastic else batch_size(options),
-        "dataset_length": None if options.is_iterable else _length(options.dataset),
-        "samples": None if elastic or options.is_iterable else _length(options.sampler),
     }
 
 

@@ -231,7 +231,7 @@ class Plan:
         self._inner = inner = indices(self._index_sampler.sampler)
         if self._draws_apart:
             self.draw_apart()
-        self._batches = Batches(inner, self._index_sampler, self._progress.note_other_size)
+        self._batches = Batches(inner, self._index_sampler, self._progress)
         self._feed = answers_of(self._batches)
         self._bind()
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
+from asyncloader.engine.progress import Progress
 from asyncloader.protocols import answers_of
 
 _LARGE = 1 << 18
@@ -40,19 +41,19 @@ class Batches:
     Args:
         iterator: Over the sampler within, as `indices` has made it.
         sampler: torch's BatchSampler, whose size may be changed between two batches, unless it drops the last one.
-        note_size: Called when it was changed.
+        progress: Is told if it was.
 
     Attributes:
         size: How many indices the present batch has.
     """
 
-    def __init__(self, iterator: Iterator[Any], sampler: BatchSampler, note_size: Callable[[], object]) -> None:
+    def __init__(self, iterator: Iterator[Any], sampler: BatchSampler, progress: Progress) -> None:
         self._iterator = answers_of(iterator)
         self._pieces = iterator if type(iterator) is RandomOrder else None
         self._sampler = sampler
         self.size: int = sampler.batch_size
         self._drop_last = sampler.drop_last
-        self._note_size = note_size
+        self._progress = progress
         self._begun: list[Any] = []
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -61,7 +62,7 @@ class Batches:
     def __next__(self) -> list[Any]:
         begun = self._begun
         if self._sampler.batch_size != self.size and not (begun or self._drop_last):
-            self._note_size()
+            self._progress.sizes_differ = True
             self.size = self._sampler.batch_size
         size = self.size
         if self._pieces is None:

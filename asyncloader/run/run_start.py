@@ -28,7 +28,7 @@ from asyncloader.plain import unplain
 from asyncloader.protocols import is_stateful, leaves_out_buffer
 from asyncloader.run.checkpoint import Checkpointer, warn_of_draws
 from asyncloader.run.data_rank import data_rank
-from asyncloader.run.fits import sizes_of
+from asyncloader.run.fits import describe
 from asyncloader.run.plan import Plan, load_samplers, order_generators, own_state, samplers_within
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot
 from asyncloader.run.runs import Runs
@@ -105,9 +105,9 @@ def begin(
     there = state or LoaderState(epoch=epoch, position=drawn.num_yielded, drawn=drawn.num_yielded, sample=-1)
     if state is None and drawn.num_yielded:  # a patch of torch's constructor has read the sampler
         at_iter = loaded = before
-    order, epochs, sizes = _order(options, runs, rng, at_iter)
+    order, epochs, fits = _order(options, runs, rng, at_iter)
     if there.is_drawn:
-        sizes.update(sizes_of(options))
+        fits.update(describe(options))
     drawn = _as_saved(options, there, drawn, rng, loaded)
     if state is not None:
         order.note_state()
@@ -127,7 +127,7 @@ def begin(
         shared_seed=drawn.shared_seed,
         generators=generators,
         set_epochs=epochs,
-        fits=sizes,
+        fits=fits,
         has_past=last is not None,
     )
     checkpointer = Checkpointer(
@@ -169,15 +169,15 @@ def _put_anew(
 def _order(
     options: Options, runs: Runs, rng: RNGSnapshot, at_iter: list[Any]
 ) -> tuple[OrderDraw, list[int | None], dict[str, Any]]:
-    """Return what follows the drawing of the order, and what is noted at that time: epochs of samplers, and sizes."""
+    """Return what follows the drawing of the order, and what is noted then: epochs of samplers, and what has to fit."""
     set_epochs, index_sampler = runs.set_epochs, options.index_sampler
-    epochs, sizes = set_epochs.of_samplers(index_sampler), dict[str, Any]()
+    epochs, fits = set_epochs.of_samplers(index_sampler), dict[str, Any]()
 
-    def note() -> None:  # torch's samplers look at these only then; the runs would refer to themselves
+    def note() -> None:  # samplers look at epochs, lengths and weights only then; the runs would refer to themselves
         epochs[:] = set_epochs.of_samplers(index_sampler)
-        sizes.update(sizes_of(options))
+        fits.update(describe(options))
 
-    return OrderDraw(rng, at_iter, partial(warn_of_draws, index_sampler, runs.warned), note), epochs, sizes
+    return OrderDraw(rng, at_iter, partial(warn_of_draws, index_sampler, runs.warned), note), epochs, fits
 
 
 def _put_back(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
+from asyncloader.engine.progress import Progress
 from asyncloader.run.random_order import Batches, indices, skip
 from tests.faults.test_interrupts_everywhere import CtrlC
 
@@ -17,7 +18,7 @@ from tests.faults.test_interrupts_everywhere import CtrlC
 def take(iterator: Iterator[Any], count: int) -> list[Any]:
     """Take the next indices as a batch; [] at the end."""
     sampler: Any = SimpleNamespace(batch_size=count, drop_last=False)
-    return next(Batches(iterator, sampler, bool), [])
+    return next(Batches(iterator, sampler, Progress()), [])
 
 
 def states(generator: torch.Generator | None) -> tuple[list[int], list[int] | None]:
@@ -89,7 +90,7 @@ def test_an_interrupt_at_each_moment_of_the_first_answer(owns_generator: bool) -
         torch.manual_seed(3)
         generator = torch.Generator().manual_seed(5) if owns_generator else None
         iterator = indices(RandomSampler(range(20), num_samples=30, generator=generator))
-        batches, was_hit = Batches(iterator, BatchSampler(range(0), 4, False), bool), False
+        batches, was_hit = Batches(iterator, BatchSampler(range(0), 4, False), Progress()), False
         try:
             with CtrlC(moment):
                 taken = next(batches)
