@@ -106,7 +106,7 @@ def note_user() -> None:
         LoaderClosedError: if it has come after the end, and Python starts no threads any more.
     """
     thread = threading.current_thread()
-    if not _may_go_on(thread) or (thread in _users and not is_exiting):
+    if (thread in _users and not is_exiting) or not _may_go_on(thread):
         return
     with _ending:
         for other in tuple(_users):

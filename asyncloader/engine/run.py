@@ -186,11 +186,11 @@ class Run:
 
     def count(self, item: Item) -> None:
         """Count the first item: the consumer has it now."""
-        progress, ready = self.progress, self.handoff.ready
+        ready = self.handoff.ready
         if self._is_plain and item.counts:  # of most runs, only the position changes
             after = _new(Place, (item.batch + 1, *self._rest))
         else:
-            outcome = item.outcome
+            progress, outcome = self.progress, item.outcome
             after = progress.now.after(
                 item.batch,
                 item.worker,
@@ -201,7 +201,7 @@ class Run:
                 in_order=progress.in_order,
             )
         # From here on nothing is called: neither can a signal's handler run, nor another thread.
-        progress.now = after
+        self.progress.now = after
         self.taken += item.counts
         if ready:  # nobody has closed the run meanwhile
             del ready[0]

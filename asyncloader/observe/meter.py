@@ -204,7 +204,7 @@ class Meter:
             self._first_at, self._first_cpu_s = now, self._last_cpu_s
             self._first_stalled_s = self._last_stalled_s
         if self._trace is None:
-            self._look_at = now + min(_LOOK_EVERY_S, 0.001 + 0.01 * (now - self._began))
+            self._look_at = now + min(_LOOK_EVERY_S, 0.002 + 0.01 * (now - self._began))
         else:
             idle_from = rows[-len(row) - 1] if len(rows) > len(row) else before
             self._trace.note(self._epoch, [*whole_row(row), idle_from])

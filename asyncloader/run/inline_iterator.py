@@ -150,11 +150,11 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         with self._lock:
             if self._pass is not exits.token:
                 self._enter(FOR)
-            plan, maker = self._plan, self._maker
+            maker = self._maker
             while self._in_hand is NOTHING:
-                if plan.arrives:
+                if self._plan.arrives:
                     self._wait_for_keys()
-                keys, began = plan.read(), perf_counter()
+                keys, began = self._plan.read(), perf_counter()
                 if keys is END or keys is VOID:
                     self._pass_over(keys)
                     continue
@@ -305,10 +305,11 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def _count(self) -> Any:
         """Count the batch in hand, or what stands in its place, which is given; return it."""
-        progress, batch = self._progress, self._in_hand
-        place = _new(Place, (progress.read, *self._rest)) if self._counts_simply else self._next_place()
+        batch = self._in_hand
+        place = _new(Place, (self._progress.read, *self._rest)) if self._counts_simply else self._next_place()
         # From here on nothing is called: neither can a signal's handler run, nor another thread.
-        progress.now, self._plan.keys, self._in_hand = place, NOTHING, NOTHING
+        self._progress.now = place
+        self._plan.keys = self._in_hand = NOTHING
         return batch
 
     def _next_place(self) -> Place:

@@ -60,16 +60,15 @@ class Batches:
         return self
 
     def __next__(self) -> list[Any]:
-        begun = self._begun
-        if self._sampler.batch_size != self.size and not (begun or self._drop_last):
+        begun, size = self._begun, self.size
+        if self._sampler.batch_size != size and not (begun or self._drop_last):
             self._progress.sizes_differ = True
-            self.size = self._sampler.batch_size
-        size = self.size
+            size = self.size = self._sampler.batch_size
         if self._pieces is None:
             begun.extend(islice(self._iterator, size - len(begun) if begun else size))  # an interrupt leaves some
         elif not begun:
             begun = self._begun = self._pieces.take(size)
-        if len(begun) < size or not begun:
+        if len(begun) < (size or 1):
             self._pieces, self._iterator = None, _NO_MORE  # some iterators begin anew if they are asked after the end
             if not begun or self._drop_last:
                 raise StopIteration

@@ -344,7 +344,8 @@ class BatchMaker:
         try:
             if self._is_plain:
                 samples = self._fetch(keys, here)
-                self.fetched, self.count = perf_counter(), length_hint(samples, 1)
+                self.fetched = perf_counter()
+                self.count = length_hint(samples, 1)
             else:
                 here, keys = self._begin_batch(here, keys)
                 samples = self._fetch(keys, here)
