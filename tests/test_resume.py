@@ -226,7 +226,7 @@ def test_a_run_goes_on_from_every_batch(case: str, backend: str) -> None:
     options, saved_with, resumed_with = CASES[case]
     if backend == "thread":
         options = {**options, "noise": False, "worker_backend": backend}
-    elif effort.is_quick and saved_with + resumed_with:
+    if effort.is_quick and saved_with + resumed_with:
         options = {"batch_size": 5, **options}  # each batch is a state, which is gone on from in new workers
     if saved_with != resumed_with == 0:
         options = {**options, "noise": False}  # seeds of batches are a matter of workers

@@ -581,7 +581,8 @@ def test_what_set_epoch_seeds_is_seeded_for_each_epoch_that_is_set(
     options = {"num_workers": num_workers, "persistent_workers": persistent, "snapshot_every_n_steps": every}
     whole = moved(kind, shows, numbers, options)
     assert (whole[0] == whole[1]) == (numbers[0] == numbers[1])
-    for cut in effort.half([(place, done) for place in (0, 1) for done in (0, 1, 3, 99)], num_workers + every // 4):
+    cuts = [(place, done) for place in (0, 1) for done in (0, 1, 3, 99)]
+    for cut in effort.share(cuts, num_workers + every // 4 + 2 * shows, 4 if num_workers else 2):
         assert moved(kind, shows, numbers, options, cut=cut) == whole, cut
 
 

@@ -196,7 +196,7 @@ def maker(dataset: Callable[[], Any], num_workers: int, **options: Any) -> Calla
 def test_a_stream_goes_on_from_every_batch(case: str, num_workers: int, backend: str) -> None:
     """The rest of the epoch and the next one are the same, whoever tells the state, or nobody."""
     dataset, _, options = CASES[case]
-    if backend == "process" and num_workers and effort.is_quick:
+    if num_workers and effort.is_quick:
         options = {"batch_size": 6, **options}  # half as many states, each of which is gone on from in new workers
     make = maker(dataset, num_workers, worker_backend=backend, **options)
     assert_resumable(make, restore_generators=num_workers == 0)

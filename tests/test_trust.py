@@ -206,7 +206,7 @@ def test_nothing_of_a_state_is_unpickled(name: str, tmp_path: Path) -> None:
     state = loader.state_dict()
     rest(loader, iterator)
     pickled = pickle.dumps(Trap(tmp_path / "trapped"))
-    for path, _ in effort.half([*leaves(state)], len(name)):
+    for path, _ in effort.share([*leaves(state)], len(name), 4):
         resumed = LOADERS[name](0)
         try:
             resumed.load_state_dict(read(written(replaced(state, path, pickled))))

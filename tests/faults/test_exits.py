@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -74,28 +75,33 @@ if __name__ == "__main__":
     assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
 
 
-@pytest.mark.destructors
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    "alive",
-    [
-        "iterator = iter(loader); next(iterator)",
-        "iterator = loader.__aiter__(); asyncio.run(iterator.__anext__())",
-        "iterator = loader.__aiter__()",
-        "iterators = [iter(loader) for _ in range(3)]; [next(iterator) for iterator in iterators]",
-        "iterator = iter(loader); cycle = [iterator]; cycle.append(cycle); del iterator",
-        "iterator = iter(loader); sys.modules['kept'] = iterator",
-        "iterator = iter(loader); loader._iterator = iterator",
-        "iterator = iter(loader); iterator.close()",
-    ],
+ALIVE = (
+    "begun = iter(loader); next(begun)",
+    "awaited = loader.__aiter__(); asyncio.run(awaited.__anext__())",
+    "not_begun = loader.__aiter__()",
+    "several = [iter(loader) for _ in range(3)]; [next(iterator) for iterator in several]",
+    "cycle = [iter(loader)]; cycle.append(cycle)",
+    "sys.modules['kept'] = iter(loader)",
+    "loader._iterator = iter(loader)",
+    "closed = iter(loader); closed.close()",
 )
-def test_iterators_alive_at_the_end(run: Run, alive: str, num_workers: int) -> None:
+
+
+def together_or_each(cases: tuple[Any, ...]) -> list[Any]:
+    """Return all cases as one, for a program that has them all, and each as a slow one: programs' ends are costly."""
+    each = [pytest.param((case,), id=str(number), marks=pytest.mark.slow) for number, case in enumerate(cases)]
+    return [pytest.param(cases, id="together"), *each]
+
+
+@pytest.mark.destructors
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("alive", together_or_each(ALIVE))
+def test_iterators_alive_at_the_end(run: Run, alive: tuple[str, ...], num_workers: int) -> None:
     """Whatever still refers to an iterator when the interpreter ends."""
     setup = f"loader = DataLoader(Slow(), batch_size=4, num_workers={num_workers})\n"
 
     def attempt() -> float:
-        program = run(NUMBERS + setup + alive + "\nsay('bye')")
+        program = run(NUMBERS + setup + "\n".join([*alive, "say('bye')"]))
         assert (program.returncode, program.err) == (0, "")
         return seconds_after(program, "bye")
 
@@ -444,7 +450,7 @@ class Long(Numbers):
     # A sample that goes from one torch operation into the next, for longer than the end of the program waits.
     def __getitem__(self, index):
         if index:
-            reached.set()
+            self.reached.set()
             numbers, deadline = torch.ones(20_000), time.monotonic() + 20
             while time.monotonic() < deadline:
                 numbers = numbers + 1
@@ -452,8 +458,8 @@ class Long(Numbers):
 class OnLoop(Long):
     async def __getitem__(self, index):
         return super().__getitem__(index)
-reached = threading.Event()
 def begin(loader, face):
+    reached = loader.dataset.reached = threading.Event()
     iterator = iter(loader) if face == "for" else aiter(loader)
     if face == "for":
         reached.wait()
@@ -467,20 +473,21 @@ def begin(loader, face):
 """
 
 
-@pytest.mark.destructors
-@pytest.mark.parametrize(
-    ("loader", "face"),
-    [
-        ("Long(), num_workers=1, worker_backend='thread'", "for"),
-        ("Long(), num_workers=1, concurrency=2, worker_backend='thread'", "for"),
-        ("Long(), concurrency=2", "for"),
-        ("OnLoop()", "for"),
-        ("Long()", "async for"),
-    ],
+LOADERS = (
+    ("Long(), num_workers=1, worker_backend='thread'", "for"),
+    ("Long(), num_workers=1, concurrency=2, worker_backend='thread'", "for"),
+    ("Long(), concurrency=2", "for"),
+    ("Long()", "async for"),
+    ("OnLoop()", "for"),  # the last one: nothing else has a turn of the loop from then on
 )
-def test_a_thread_is_in_torch_at_the_end(run: Run, loader: str, face: str) -> None:
+
+
+@pytest.mark.destructors
+@pytest.mark.parametrize("loaders", together_or_each(LOADERS))
+def test_a_thread_is_in_torch_at_the_end(run: Run, loaders: Any) -> None:
     """Whatever of ours runs the sample: torch's C++ would abort the program if the interpreter unwound it."""
-    program = run(NUMBERS + LONG + f"iterator = begin(DataLoader({loader}, batch_size=1), {face!r})\nsay('bye')")
+    begun = ", ".join(f"begin(DataLoader({loader}, batch_size=1), {face!r})" for loader, face in loaders)
+    program = run(NUMBERS + LONG + f"iterators = [{begun}]\nsay('bye')")
     assert (program.returncode, program.err) == (0, ""), program.explain("did not end well")
 
 
@@ -572,26 +579,22 @@ if __name__ == "__main__":
 
 
 @pytest.mark.interpreter
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("end", ["close", "_shutdown_workers"])
-def test_an_object_may_end_its_iterator_when_the_interpreter_goes(
-    run: Run, face: str, num_workers: int, end: str
-) -> None:
+def test_an_object_may_end_its_iterator_when_the_interpreter_goes(run: Run, num_workers: int) -> None:
     """Its ``__del__`` is called when the names of modules are gone: all has been closed before, and nothing is left."""
     main = f"""
 class Holder:
-    def __init__(self):
+    def __init__(self, end):
+        self.end = end
         self.iterator = iter(DataLoader(Numbers(), batch_size=4, num_workers={num_workers}))
         next(self.iterator)
     def __del__(self):
         for worker in getattr(self.iterator, "_workers", ()):
             worker.terminate()
-        getattr(self.iterator, "{end}", self.iterator.close)()
-holder = Holder()
+        getattr(self.iterator, self.end, self.iterator.close)()
+holders = [Holder("close"), Holder("_shutdown_workers")]
 """
-    program = run(NUMBERS + FACES[face] + main)
+    program = run(NUMBERS + main)
     assert (program.returncode, program.out, program.err) == (0, "", "")
 
 

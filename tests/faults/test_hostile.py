@@ -79,7 +79,7 @@ class Harmful(Numbers):
             exec(harm)
         return index
 for harm in {HARMS!r}:
-    if train(DataLoader(Harmful(), batch_size=4, num_workers=2)) == list(range(40)):
+    if train(DataLoader(Harmful(), batch_size=4, num_workers=1)) == list(range(40)):
         print(harm)
 print(train(DataLoader(Numbers(), batch_size=4, num_workers=2)) == list(range(40)))
 """

@@ -164,7 +164,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 def half_of_kinds(turn: int) -> pytest.MarkDecorator:
     """Have a test for every second kind before a commit, and for the others each night."""
-    few = effort.half(KINDS, turn)
+    few = effort.share(KINDS, turn)
     return pytest.mark.parametrize(
         "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in few)) for kind in KINDS]
     )
@@ -462,7 +462,7 @@ def test_batches_that_raise_are_read_over_as_they_were_read(on_error: Any, folde
     options: dict[str, Any] = {"on_error": on_error, "num_workers": 1, "concurrency": 24}
     expected = outcomes(make_loader(Bumpy, folder, **options))
     assert len({str(outcome) for outcome in expected}) > 12
-    for number in effort.half((24, 47), len(on_error)):
+    for number in effort.share((24, 47), len(on_error)):
         plan(folder, f"hang at {number}")
         loader = make_loader(Bumpy, folder, **options, timeout=1.0, on_timeout="retry", max_retries=50)
         assert outcomes(loader) == expected
@@ -641,7 +641,7 @@ def test_a_worker_that_dies_at_the_beginning_of_a_later_epoch(
 
     expected = epochs()
     assert [batches[0][0] % 10_000 for batches in expected] == [0, 1000, 2000, 3000]
-    for at in effort.half((1, 2), len(set_epochs)):
+    for at in effort.share((1, 2), len(set_epochs)):
         assert epochs(at=at) == expected
 
 

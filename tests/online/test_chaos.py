@@ -80,6 +80,7 @@ for seed in range(30):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_chaos_sees_what_is_lost_in_flight(run: Callable[..., Program]) -> None:
     """States that leave out the batches which were formed and not trained are found within a few runs."""

@@ -105,7 +105,7 @@ def stop_and_resume(feed: Feed[Any]) -> None:
 OPERATIONS = [lease, iterate, drop, retry, read, set_version, take_state, stop_and_resume, Feed.stats, Feed.handle]
 
 
-@pytest.fixture(params=[17, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.fixture(params=[30, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every"])
 def one_in(request: pytest.FixtureRequest) -> int:
     """Of how many moments one is taken."""
     return request.param  # type: ignore[no-any-return]

@@ -274,12 +274,12 @@ def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(sampler: str
     """The rest of the epoch, and the one after it: from each batch, with the sampler read ahead by whatever number."""
     place = [*SAMPLERS].index(sampler)
     ways = WAYS[2:] if how == "in place" else WAYS[: 4 if how == "restored" else 2]
-    for turn, (was_inline, is_inline) in enumerate(effort.half(ways, place), place):
+    for turn, (was_inline, is_inline) in enumerate(effort.share(ways, place), place):
         whole = Trainer(sampler, 1)
         whole.epoch(inline=was_inline)
         seeds, keys = whole.epoch(inline=was_inline)
         following = whole.epoch(inline=was_inline)
-        for done in effort.half(range(len(keys) + 1), turn):
+        for done in effort.share(range(len(keys) + 1), turn):
             # The end of the sampler is one more answer.
             is_alone = how == "not restored" or sampler not in DRAW_ON
             for ahead in {done % 2, len(keys) - done + 1} if is_alone else {0}:
@@ -324,12 +324,12 @@ def test_what_is_drawn_between_the_beginning_and_the_first_batch(sampler: str, h
     """The order is drawn at the sampler's first `next`: whatever has moved the generators before is in the state."""
     place = [*SAMPLERS].index(sampler)
     ways = WAYS[2:] if how == "in place" else WAYS
-    for turn, (was_inline, is_inline) in enumerate(effort.half(ways, place), place):
+    for turn, (was_inline, is_inline) in enumerate(effort.share(ways, place), place):
         whole = Trainer(sampler, 1)
         whole.epoch(inline=was_inline)
         seeds, keys = whole.epoch(inline=was_inline, draws_between=True)
         following = whole.epoch(inline=was_inline)
-        for done in effort.half(range(len(keys) + 1), turn):
+        for done in effort.share(range(len(keys) + 1), turn):
             trainer, state = stopped(sampler, done, done % 3, inline=was_inline, draws_between=True)
             saved = generators.save(trainer.own)
             if how != "in place":

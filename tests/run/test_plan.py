@@ -16,6 +16,7 @@ from asyncloader.messages.snapshot import Pace
 from asyncloader.run.plan import Plan, samplers_within
 from asyncloader.stateful import StatefulDataLoader
 from tests.run.giving import give
+from tests.support import effort
 
 
 class Counting:
@@ -117,18 +118,18 @@ def test_an_iterator_that_begins_anew_is_iterated_over_once(
 
     expected = batches_of(make())
     assert len(expected) == whole
-    for last_state in range(1, whole):
-        for done in range(last_state, whole):
-            stopped = make()
-            monkeypatch.setattr(Pace, "is_due", lambda pace: stopped.sampler.at <= last_state * (8 // whole))  # noqa: B023
-            batches = iter(stopped)
-            for _ in range(done):
-                next(batches)
-            state = stopped.state_dict()
-            batches.close()
-            resumed = make()
-            resumed.load_state_dict(state)
-            assert batches_of(resumed) == expected[done:], (last_state, done)
+    moments = [(last_state, done) for last_state in range(1, whole) for done in range(last_state, whole)]
+    for last_state, done in effort.share(moments, num_workers + len(options), 3 if whole == 8 else 2):
+        stopped = make()
+        monkeypatch.setattr(Pace, "is_due", lambda pace: stopped.sampler.at <= last_state * (8 // whole))  # noqa: B023
+        batches = iter(stopped)
+        for _ in range(done):
+            next(batches)
+        state = stopped.state_dict()
+        batches.close()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert batches_of(resumed) == expected[done:], (last_state, done)
 
 
 def test_what_was_yielded_out_of_order_is_void() -> None:

@@ -149,23 +149,23 @@ def test_an_epoch_that_was_set_is_in_states_between_epochs(kind: str, num_worker
         loader.set_epoch(epoch)
         numbers[tuple(loader)] = epoch
     loader.close()
-    for before in range(3):
-        for epoch in (None, 0, before, 7):
-            loader = made()
-            for _ in range(before):
-                list(loader)
-            if epoch is not None:
-                loader.set_epoch(epoch)
-            state = saved(loader)
-            expected = before if epoch is None else epoch
-            other = resumed(made(), state)
-            assert [epoch_of(loader), epoch_of(other), epoch_of(other)] == [expected, expected, expected + 1]
-            other.load_state_dict(state)
-            other.set_epoch(3)
-            again = resumed(made(), saved(other))
-            assert [epoch_of(other), epoch_of(again), epoch_of(again)] == [3, 3, 4]
-            for each in (loader, other, again):
-                each.close()
+    moments = [(before, epoch) for before in range(3) for epoch in (None, 0, before, 7)]
+    for before, epoch in effort.share(moments, num_workers, 3):  # with 0, 1 and 2 workers, each of these
+        loader = made()
+        for _ in range(before):
+            list(loader)
+        if epoch is not None:
+            loader.set_epoch(epoch)
+        state = saved(loader)
+        expected = before if epoch is None else epoch
+        other = resumed(made(), state)
+        assert [epoch_of(loader), epoch_of(other), epoch_of(other)] == [expected, expected, expected + 1]
+        other.load_state_dict(state)
+        other.set_epoch(3)
+        again = resumed(made(), saved(other))
+        assert [epoch_of(other), epoch_of(again), epoch_of(again)] == [3, 3, 4]
+        for each in (loader, other, again):
+            each.close()
 
 
 def test_an_epoch_that_is_set_after_a_load_is_in_the_next_state() -> None:

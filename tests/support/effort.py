@@ -15,6 +15,6 @@ def examples(count: int) -> int:
     return count // 3 if is_quick else count
 
 
-def half(places: Sequence[T], turn: int) -> Sequence[T]:
-    """Return all, or before a commit every second one: from the first on at even turns, from the second on at odd."""
-    return places[turn % 2 :: 2] if is_quick else places
+def share(places: Sequence[T], turn: int, of: int = 2) -> Sequence[T]:
+    """Return all, or before a commit one in so many: from the first on, at the next turn from the second on."""
+    return places[turn % of :: of] if is_quick else places
