@@ -169,7 +169,7 @@ class Client:
         else:
             request = self._waiting[number] = Request()
             settled = arguments[0] if name == "settle" else None
-            request.add_done_callback(partial(self._channel.soon, self._answer, number, name, settled))
+            request.when_done(partial(self._channel.soon, self._answer, number, name, settled))
             if isinstance(message, Unreadable):
                 request.answer(None, _not_unpickled(message))
                 return

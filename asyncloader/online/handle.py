@@ -172,18 +172,18 @@ class FeedHandle(Producers):
             Exception: of what was put, and is not in.
         """
         puts = self._connect().puts
-        await self._put_at_once(puts.request(), [])
+        await self._answer(puts.request(), "put", [])
         puts.check()
 
     async def _put(self, unit: tuple[Any, ...]) -> None:
         puts = self._connect().puts
         small, large = packed(unit)
         if large:  # whose memory is the caller's again when this is over
-            await self._put_at_once(puts.request(), [unit])
+            await self._answer(puts.request(), "put", [unit])
         elif not puts.put(small):
             async with puts.turn():
                 if not puts.put(small):
-                    await self._put_at_once(puts.request(), [unit])
+                    await self._answer(puts.request(), "put", [unit])
 
     def close_feed(self, reason: str = "it was closed") -> None:
         """Close the feed, for all: see `Feed.close`.
@@ -217,8 +217,9 @@ class FeedHandle(Producers):
     def _connect(self) -> Connection:
         if self._process != generation():  # a thread that is not in this fork may have had the lock
             self._lock, self._connection, self._process = threading.Lock(), None, generation()
-        with self._lock:
-            if self._connection is None:
-                self._connection = self._connects()
-                weakref.finalize(self, self._connection.close)
-            return self._connection
+        if (connection := self._connection) is None:
+            with self._lock:
+                if (connection := self._connection) is None:
+                    connection = self._connection = self._connects()
+                    weakref.finalize(self, connection.close)
+        return connection

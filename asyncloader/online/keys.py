@@ -281,9 +281,9 @@ class FeedKeys:
 
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Whether the next batch is there, or the end: see :class:`asyncloader.protocols.ArrivingKeys`."""
-        if (request := self._asked_for_next()).done():
+        if (request := self._asked_for_next()).is_done:
             return True
-        request.add_done_callback(lambda _: tell())
+        request.when_done(lambda _: tell())
         return False
 
     def why_no_keys(self, *, in_vain: bool) -> str:

@@ -22,7 +22,7 @@ The last batch j for which that is at most u + max_staleness is the deadline of 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice
@@ -98,18 +98,16 @@ class ReadyUnits:
 
     def __init__(self) -> None:
         self._by_priority: dict[float, dict[int, Unit]] = {}
-        self._sorted: list[float] = []  # what priorities there are, with the sign of the highest first
 
     def __bool__(self) -> bool:
-        return bool(self._sorted)
+        return bool(self._by_priority)
 
     def __iter__(self) -> Iterator[Unit]:
-        return chain.from_iterable(self._by_priority[-key].values() for key in self._sorted)
+        priorities = sorted(self._by_priority, reverse=True)
+        return chain.from_iterable(self._by_priority[priority].values() for priority in priorities)
 
     def add(self, unit: Unit) -> None:
         """Put a unit behind the others of its priority."""
-        if unit.priority not in self._by_priority:
-            insort(self._sorted, -unit.priority)
         self._by_priority.setdefault(unit.priority, {})[unit.id] = unit
 
     def remove(self, unit: Unit) -> None:
@@ -118,7 +116,6 @@ class ReadyUnits:
         del units[unit.id]
         if not units:
             del self._by_priority[unit.priority]
-            del self._sorted[bisect_left(self._sorted, -unit.priority)]
 
 
 class Ledger:
@@ -481,15 +478,15 @@ class Ledger:
     def state(self, done: int) -> Callable[[], dict[str, Any]]:
         """Return what writes the state as of now, as the batches before number `done` are trained.
 
-        To write down each unit takes its time: that may be done without the lock, while the ledger goes on. Units that
-        run are pending in the state.
+        What is returned looks at each unit, which takes its time: it is called without the lock, while the ledger goes
+        on. Units that run are pending in the state.
         """
         trained = list(islice(self._batches, max(0, done - self.done)))
-        formed = [unit.id for batch in islice(self._batches, len(trained), None) for unit in batch]
         counts = self.counts.copy()
         gone = {unit.id for batch in trained for unit in batch}
         counts["trained"] += len(gone)
         units = list(self.units.values())
+        ready = [*chain.from_iterable(islice(self._batches, len(trained), None)), *self._ready]
         state = {
             "done": self.done + len(trained),
             "version": self.version,
@@ -497,9 +494,12 @@ class Ledger:
             "source_over": self.source_over,
             "counts": dict(counts),
             "ages": dict(self.ages),
-            "ready": [*formed, *(unit.id for unit in self._ready)],
         }
-        return lambda: {**state, "units": [unit[:-1] for unit in units if unit.id not in gone]}
+        return lambda: {
+            **state,
+            "ready": [unit.id for unit in ready],
+            "units": [unit[:-1] for unit in units if unit.id not in gone],
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is. Leases that were given out before have ended."""

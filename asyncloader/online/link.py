@@ -2,51 +2,93 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
+
+from asyncloader.log import log
 
 _numbers = itertools.count(1)
 VERSION = -1
 """In place of a lease that a request watches: it waits for other weights."""
 
 
-class Request(Future[Any]):
+class Request:
     """A call, which may have to wait for its answer.
 
+    Thousands may wait, and the garbage collector looks at all of their objects: a `concurrent.futures.Future` has ten.
+
     Attributes:
-        number: Those with less were made before.
+        number: Requests with a lower number were made before.
         attempt: Returns the answer, or `WAITS`. Called with the feed's lock held.
         outcome: The answer, and the error, when one of them is known.
-        watches: The lease that it waits for the end of, or `VERSION`; None for others.
+        is_done: The outcome was delivered.
+        watches: The lease whose end the request waits for, or `VERSION`; None for others.
         thread: Waits for the answer; None for a task, or another process.
+        answered: What the task awaits that waits for the answer.
+        link: Where that task has called.
     """
 
-    attempt: Callable[[], Any]
-    outcome: tuple[Any, Exception | None] = (None, None)
-    watches: int | None = None
-    thread: threading.Thread | None = None
+    __slots__ = ("_calls", "answered", "attempt", "is_done", "link", "number", "outcome", "thread", "watches")
+    answered: asyncio.Future[None]
+    link: Link
 
     def __init__(self) -> None:
-        super().__init__()
         self.number: int = next(_numbers)
+        self.attempt: Any = None
+        self.outcome: tuple[Any, Exception | None] = None, None
+        self.is_done: bool = False
+        self.watches: int | None = None
+        self.thread: threading.Thread | None = None
+        self._calls: list[Callable[[Request], object]] = []
 
     def answer(self, answer: Any, error: Exception | None = None) -> None:
         """Have whoever waits go on."""
         self.outcome = answer, error
         self.deliver()
 
+    def when_done(self, call: Callable[[Request], object]) -> None:
+        """Have this be called with the request when the outcome is delivered, or now."""
+        # No lock: a delivery by another thread, or by the garbage collector in this one, either finds the call in the
+        # list, or has set `is_done` before the next line reads it.
+        self._calls.append(call)
+        if self.is_done:
+            self.deliver()
+
     def deliver(self) -> None:
-        """Have whoever waits go on, with the outcome."""
-        if self.set_running_or_notify_cancel():
-            answer, error = self.outcome
-            if error is None:
-                self.set_result(answer)
-            else:
-                self.set_exception(error)
+        """Have whoever waits go on, with the outcome. A call is made once: by whoever has taken it from the list."""
+        self.is_done = True
+        with suppress(IndexError):
+            while True:
+                call = self._calls.pop(0)
+                try:
+                    call(self)
+                except Exception:
+                    log.exception("Nobody was told of an answer of a feed")
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the answer. In a thread, which waits for it.
+
+        Raises:
+            TimeoutError: if the answer takes longer.
+            Exception: of the call.
+        """
+        if not self.is_done:
+            # No Event: it tells with a lock of its own held, and a garbage collection at that moment may tell, too.
+            (told := threading.Lock()).acquire()
+            self.when_done(lambda _: told.release())
+            if not told.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+                raise TimeoutError
+        try:
+            if (error := self.outcome[1]) is not None:
+                raise error
+            return self.outcome[0]
+        finally:
+            del self, error  # whose frames have this one
 
 
 class Link(Protocol):
@@ -93,7 +135,7 @@ def give_up(link: Link, request: Request) -> None:
     """Withdraw a call; give back what it has leased."""
     if isinstance(leased := request.outcome[0], Leased):
         leased.give_back()
-    elif not request.done():
+    elif not request.is_done:
         link.withdraw(request)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
 from typing import Any
 
 from asyncloader.errors import ConfigurationError
@@ -91,17 +90,7 @@ class Producers:
                 raise
 
     async def _put(self, unit: tuple[Any, ...]) -> None:
-        await self._put_at_once(Request(), [unit])
-
-    async def _put_at_once(self, request: Request, units: list[Any]) -> None:
-        """Have units be put, and wait for the answer."""
-        error = None
-        try:
-            error, _ = await self._answer(request, _is_in, "put", units)
-            if error is not None:
-                raise error
-        finally:
-            del request, error  # which has the frames that it was raised in
+        await self._answer(Request(), "put", [unit])
 
     def put_nowait(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
@@ -135,13 +124,8 @@ class Producers:
             FeedFullError: if there was no room in time.
         """
         unit = samples, *self._made_with(version), cost, priority
-        if (answer := ask(self._link(), "put", [unit], timeout=timeout)) is None:
+        if ask(self._link(), "put", [unit], timeout=timeout) is None:
             raise FeedFullError(f"there was no room for another sample within {timeout} s")
-        if (error := answer[0]) is not None:
-            try:
-                raise error
-            finally:
-                del answer, error  # which has the frames that it was raised in
 
     @property
     def version(self) -> int:
@@ -164,7 +148,7 @@ class Producers:
         Raises:
             FeedClosedError: if the feed is closed meanwhile.
         """
-        changed: int = await self._answer(Request(), lambda answer: False, "version_changed", version)
+        changed: int = await self._answer(Request(), "version_changed", version)
         return changed
 
     def for_rank(
@@ -238,35 +222,27 @@ class Producers:
         """Return the version of samples, and whether that is what is known here, not what the caller says."""
         return (self._link().version, True) if version is None else (version, False)
 
-    async def _answer(self, request: Request, is_done: Callable[[Any], object], name: str, *arguments: Any) -> Any:
+    async def _answer(self, request: Request, name: str, *arguments: Any) -> Any:
         """Return the answer to a call. If the task is cancelled, the call is withdrawn.
 
-        Args:
-            request: The call.
-            is_done: Whether an answer that comes all the same is one to be taken: then the cancellation came too late.
-            name: Of the call.
-            arguments: Of the call.
+        The cancellation of a put comes too late if the feed has taken the samples before it hears of that.
         """
         link = self._link()
         try:
             link.call(request, name, *arguments)
-            if not request.done():
-                await self._wait(link, request, is_done)
+            if not request.is_done:
+                try:
+                    await _answered(link, request)
+                except asyncio.CancelledError:
+                    give_up(link, request)
+                    await _answered(link, request)
+                    if name not in ("put", "settle") or request.outcome[1] is not None or request.outcome[0] is None:
+                        give_up(link, request)
+                        raise
+                    cancel_later()
             return request.result()
         finally:
             del link, request  # an error has the frames that it was raised in, and would be in a circle with this
-
-    @staticmethod
-    async def _wait(link: Link, request: Request, is_done: Callable[[Any], object]) -> None:
-        try:
-            await _answered(link, request)
-        except asyncio.CancelledError:
-            give_up(link, request)
-            await _answered(link, request)
-            if request.exception() is not None or not is_done(request.result()):
-                give_up(link, request)
-                raise
-            cancel_later()
 
 
 class Lease:
@@ -291,12 +267,12 @@ class Lease:
     value: Any
     version: int
     tries: int
+    _parts: tuple[tuple[Any, int, float], ...] = ()  # with version and cost of each
 
     def __init__(self, producers: Producers, *, ends_loop: bool = False) -> None:
         self._producers, self._ends_loop = producers, ends_loop
         self._leased: Leased | None = None
         self._is_async = False
-        self._parts: list[tuple[Any, int, float]] = []  # with version and cost of each
 
     def __repr__(self) -> str:
         return "<Lease>" if self._leased is None else f"<Lease of item {self.id}, version {self.version}>"
@@ -330,7 +306,7 @@ class Lease:
             cost: Its cost.
         """
         self._held()
-        self._parts.append((sample, self.version if version is None else version, cost))
+        self._parts += ((sample, self.version if version is None else version, cost),)
 
     def done(self, *, priority: float = 0.0) -> Any:
         """Put the group of what was added, which settles the lease: see `put`. A task awaits it.
@@ -356,7 +332,7 @@ class Lease:
         """
         lease = self._held().item.lease
         if self._is_async:
-            return self._producers._answer(Request(), bool, "renew", lease)
+            return self._producers._answer(Request(), "renew", lease)
         return ask(self._producers._link(), "renew", lease)
 
     async def lost(self) -> str:
@@ -367,7 +343,7 @@ class Lease:
         """
         lease = self._held().item.lease
         try:
-            why: str = await self._producers._answer(Request(), lambda answer: False, "lost", lease)
+            why: str = await self._producers._answer(Request(), "lost", lease)
         except FeedClosedError as error:
             return str(error)
         return why
@@ -380,7 +356,7 @@ class Lease:
         """
         leased, request = self._held(), Request()
         self._link.call(request, "settle", leased.item.lease, None)
-        if request.done():
+        if request.is_done:
             request.result()
         leased.end()
 
@@ -397,16 +373,16 @@ class Lease:
         leased.end()
 
     def _put(self, made: Any) -> Any:
-        return self._put_async(made) if self._is_async else self._settle(made)
+        if self._is_async:
+            return self._put_async(made)
+        leased = self._held()
+        ask(self._producers._link(), "settle", leased.item.lease, made)
+        leased.end()
+        return None
 
     async def _put_async(self, made: Any) -> None:
         leased = self._held()
-        await self._producers._answer(Request(), bool, "settle", leased.item.lease, made)
-        leased.end()
-
-    def _settle(self, made: Any) -> None:
-        leased = self._held()
-        ask(self._producers._link(), "settle", leased.item.lease, made)
+        await self._producers._answer(Request(), "settle", leased.item.lease, made)
         leased.end()
 
     def _held(self) -> Leased:
@@ -423,7 +399,7 @@ class Lease:
     async def __aenter__(self) -> Lease:
         """Wait for the item, if a loop over leases has not done so before."""
         if self._leased is None:
-            self._take(await self._producers._answer(Request(), lambda answer: False, "lease"))
+            self._take(await self._producers._answer(Request(), "lease"))
         self._is_async = True
         return self
 
@@ -476,24 +452,19 @@ class Leases:
             raise StopAsyncIteration from None
 
 
-def _is_in(answer: Any) -> bool:
-    """Whether what was to be put is in."""
-    return answer is not None and answer[0] is None
-
-
 def _answered(link: Link, request: Request) -> asyncio.Future[None]:
     """Return what a task waits for. It is awaited as it is: `asyncio.wait` would make five objects more of each."""
-    answered = asyncio.get_running_loop().create_future()
-    request.add_done_callback(partial(_wake, link, answered))
-    return answered
+    request.link, request.answered = link, asyncio.get_running_loop().create_future()
+    request.when_done(_wake)
+    return request.answered
 
 
-def _wake(link: Link, answered: asyncio.Future[None], request: Any) -> None:
+def _wake(request: Request) -> None:
     """Have a task go on. If its loop was closed, an item that it was to be leased is another one's."""
     try:
-        answered.get_loop().call_soon_threadsafe(_set, answered)
+        request.answered.get_loop().call_soon_threadsafe(_set, request.answered)
     except RuntimeError:
-        give_up(link, request)
+        give_up(request.link, request)
 
 
 def _set(answered: asyncio.Future[None]) -> None:

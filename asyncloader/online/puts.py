@@ -71,7 +71,7 @@ class Puts:
     def request(self, count: int = 0) -> Request:
         """Return a request of puts, of which so many were put ahead."""
         request = Request()
-        request.add_done_callback(partial(self._hear, count))
+        request.when_done(partial(self._hear, count))
         return request
 
     def check(self) -> None:
@@ -97,12 +97,11 @@ class Puts:
             self.send()
             self._go_on()
 
-    def _hear(self, count: int, request: Any) -> None:
+    def _hear(self, count: int, request: Request) -> None:
         with self._lock:
-            answer, failed = request.outcome
-            error, room = answer or (failed, 0)
+            room, error = request.outcome
             self._num_sent -= count
-            self._room = room - self._num_sent - len(self._units)
+            self._room = (room or 0) - self._num_sent - len(self._units)
             if count:
                 self._error = self._error or error
                 self._go_on()

@@ -39,7 +39,7 @@ from asyncloader.online.source import Source, written
 from asyncloader.online.stats import FeedStats, Stopwatch
 from asyncloader.signals import HandlersWait
 
-MOST_AHEAD = 256
+MOST_AHEAD = 1024
 """Units that a process puts before it hears of them."""
 
 servers: weakref.WeakSet[FeedServer] = weakref.WeakSet()
@@ -184,7 +184,7 @@ class FeedServer:
     def put(self, request: Request, units: Iterable[tuple[Any, ...] | Exception]) -> None:
         """Put units, one after the other, as soon as there is room. Those that are wrong are left out.
 
-        The answer is the error of the first of these, and for how many more units of this process there is room.
+        The answer is for how many more units of this process there is room, or the error of the first wrong unit.
 
         Whoever waits for room waits while weights are updated: the samples were made with those of before. But a state
         that was loaded meanwhile may have taken the version back.
@@ -205,7 +205,9 @@ class FeedServer:
                 except Exception as error:
                     errors.append(error.with_traceback(None))
                 left.popleft()
-            return errors[0] if errors else None, self._num_ahead()
+            if errors:
+                raise errors[0]
+            return self._num_ahead()
 
         self._wait(request, self._putters, attempt)
 
@@ -552,7 +554,7 @@ class FeedServer:
 
     def _answer(self, request: Request, answer: Any, error: Exception | None = None) -> None:
         request.outcome = answer, error
-        vars(request).pop("attempt", None)  # which refers to the server
+        request.attempt = None  # which refers to the server
         self._answered.append(request)
 
     def _try(self, request: Request) -> bool:
