@@ -30,6 +30,7 @@ tasks that wait, some 30 objects each. By a future that is awaited as it is, 64 
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing as mp
 import time
 from collections.abc import Callable
@@ -129,6 +130,25 @@ async def in_flight(count: int) -> float:
     return leasing - waiting
 
 
+async def longest_stop(size: int, total: int = 300 << 20) -> float:
+    """Return how long a loop stood still, at most, while a thread took the state of a feed: milliseconds.
+
+    The loop turns each millisecond, and puts a sample each time, for which it needs the feed's lock.
+    """
+    feed = Feed(batch_size=1, max_samples=1 << 20)
+    for _ in range(total // size):
+        feed.put_nowait(np.zeros(size, np.uint8))
+    gc.collect()
+    state, longest, last = asyncio.create_task(asyncio.to_thread(feed.state_dict)), 0.0, time.perf_counter()
+    while not state.done():
+        await asyncio.sleep(0.001)
+        feed.put_nowait(0)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    await state
+    feed.close()
+    return longest * 1e3
+
+
 def measure(bench: Bench) -> None:
     rounds = 3 if bench.quick else 7
 
@@ -143,12 +163,16 @@ def measure(bench: Bench) -> None:
     bench.check("from 4 processes, 100 in a message, samples/s", many, Target(">=", 20_000))
     single = median(partial(from_processes, 2_000, 1))
     bench.note("from 4 processes, one after the other", **{"samples/s": single})
-    awaited = median(partial(from_processes, 32_000, 1, put_in_tasks, 1))
+    awaited = median(partial(from_processes, 128_000, 1, put_in_tasks, 1))
     bench.check("from a process with a task that awaits each put, samples/s", awaited, Target(">=", 30_000))
-    tasks = median(partial(from_processes, 32_000, 64, put_in_tasks, 1))
+    tasks = median(partial(from_processes, 128_000, 64, put_in_tasks, 1))
     bench.check("from a process with 64 tasks, samples/s", tasks, Target(">=", 90_000))
     lease = median(lambda: asyncio.run(in_flight(10_000)))
     bench.check("a lease, 10,000 in flight, us of CPU", lease, Target("<=", 20))
+    large = median(lambda: asyncio.run(longest_stop(1 << 20)))
+    bench.check("a state of 300 MB, samples of 1 MB, longest stop of the loop, ms", large, Target("<=", 20))
+    small = median(lambda: asyncio.run(longest_stop(1 << 14)))
+    bench.check("a state of 300 MB, samples of 16 kB, longest stop of the loop, ms", small, Target("<=", 20))
 
 
 if __name__ == "__main__":
