@@ -179,8 +179,10 @@ def _rules(given: dict[str, Any]) -> Rules:
 def _end_untrained() -> None:
     """At the end of the main thread: the interpreter waits for other threads, and those may all wait for a trainer."""
     if not all(server.has_begun for server in threads.copied(servers)):
-        with contextlib.suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread any more
+        try:
             threading.Thread(target=_watch_producers, name="asyncloader feeds", daemon=True).start()
+        except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread any more, so no trainer can begin
+            _close_untrained()
 
 
 def _watch_producers() -> None:
@@ -190,6 +192,10 @@ def _watch_producers() -> None:
         time.sleep(_LOOK_EVERY_S)
         waiting = {thread for server in threads.copied(servers) for thread in server.waiting_threads()}
         looks = looks + 1 if waiting.issuperset(threads.waited_for()) else 0
+    _close_untrained()
+
+
+def _close_untrained() -> None:
     for server in threads.copied(servers):
         if not server.has_begun:
             server.close("the program comes to its end, and has not trained on this feed")

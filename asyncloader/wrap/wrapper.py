@@ -160,9 +160,7 @@ class IteratorWrapper(ClosableIterator):
                 self._taken.append(await self._take())
             received, raised = self.receive(self._taken[0]), None
         except Exception as error:
-            # The frames of this method and of the one that it has called refer to this iterator.
-            trace = error.__traceback__ and error.__traceback__.tb_next
-            received, raised = None, error.with_traceback(trace and trace.tb_next)
+            received, raised = None, _without_our_frames(error)
         self._taken.clear()
         self.held.append((received, raised))
         del raised
@@ -297,6 +295,15 @@ class LoaderWrapper(Generic[T_co]):
         if name == "loader":  # not made yet
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def _without_our_frames(error: Exception) -> Exception:
+    """Leave out those of `pull` and of what it has called: they refer to the iterator, which holds the error.
+
+    `pull` itself keeps no part of the traceback either: since Python 3.12 that refers to its frame in any case.
+    """
+    trace = error.__traceback__ and error.__traceback__.tb_next
+    return error.with_traceback(trace and trace.tb_next)
 
 
 def _is_ready(iterator: Any) -> bool:

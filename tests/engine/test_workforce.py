@@ -103,14 +103,15 @@ class World:
                 self.carry_out(self.workforce.ready(worker, self.scheduler))
 
     def hang(self) -> None:
-        """Have those that were started hang while they open the dataset: they have no tickets, and are killed."""
-        for worker in [worker for worker, place in self.places.items() if place.is_alive and not place.is_ready]:
+        """Have those that are to join hang while they open the dataset: they are killed. Who takes tickets has some."""
+        for worker in self.workforce.coming & self.places.keys():
+            if not self.is_there(worker) or self.places[worker].is_ready:
+                continue
             del self.places[worker]
-            if worker in self.workforce.coming:
-                error = TimeoutError("it has not opened the dataset")
-                decided = self.recovery.not_launched(worker, error, is_active=False, is_alone=False)
-                assert [action[0] for action in decided] == ["leave", "start"]
-                self.carry_out([*decided])
+            error = TimeoutError("it has not opened the dataset")
+            decided = self.recovery.not_launched(worker, error, is_active=False, is_alone=False)
+            assert [action[0] for action in decided] == ["leave", "start"]
+            self.carry_out([*decided])
 
     def finish(self) -> None:
         """Have those that leave be done; in the place of one that is wanted another is started."""

@@ -67,9 +67,7 @@ def with_lines(fn: Callable[[], Any], at_line: Callable[[], None]) -> Any:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         if event == "line" and "asyncloader/streams" in frame.f_code.co_filename.replace("\\", "/"):
-            sys.settrace(None)  # what is called has no lines that count
-            at_line()
-            sys.settrace(trace)
+            at_line()  # which is not traced: Python traces nothing that a trace function calls
         return trace
 
     before = sys.gettrace()

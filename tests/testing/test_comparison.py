@@ -183,7 +183,7 @@ def test_a_nan_hides_no_other_field_and_bits_decide_what_has_no_comparison() -> 
     assert not same(torch.ones(3).to(torch.float8_e4m3fn), torch.zeros(3).to(torch.float8_e4m3fn))
     assert not same(torch.ones(2, dtype=torch.complex64), torch.full((2,), 1j))
     assert not same(np.zeros(2, ">f4"), np.zeros(2, "<f4"))
-    assert same(np.datetime64("NaT"), np.datetime64("NaT"))
+    assert same(np.datetime64("NaT", "s"), np.datetime64("NaT", "s"))
     assert same([np.float32(NAN), -NAN], [np.float32(NAN), NAN])
     assert not same(NAN, 0.0)
 
