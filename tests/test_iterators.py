@@ -744,3 +744,19 @@ async def test_a_second_run_before_the_workers_of_the_first_are_started() -> Non
     gate.set()
     assert [batch.tolist() async for batch in second] == [[7, 6], [5, 4]]
     await second.aclose()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_sampler_that_fills_one_list_anew(num_workers: int) -> None:
+    """Workers are told what a batch was when it was given, and not what the list has by the time it is sent."""
+
+    def batches() -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in range(60):
+            batch.append(index)
+            if len(batch) == 3:
+                yield batch
+                batch.clear()
+
+    loader = DataLoader(range(60), batch_sampler=batches(), num_workers=num_workers)  # type: ignore[arg-type]
+    assert torch.cat([*loader]).tolist() == [*range(60)]

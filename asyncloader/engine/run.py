@@ -302,6 +302,8 @@ class Run:
             if keys is END:
                 self.plan_ended = True
                 return
+            if type(keys) is list:
+                keys = keys[:]  # some samplers fill one list anew for each batch
             # From here to the end of `append`, nothing looks for signals: either the keys are in the inbox, and
             # counted, or the plan has them.
             plan.keys = NOTHING
