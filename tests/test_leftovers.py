@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import sys
 import threading
 import weakref
 
-from tests.support.leftovers import Holdings
+import pytest
+
+from tests.support.leftovers import SHM, Holdings
 
 
 class Holder(threading.Thread):
@@ -33,3 +37,21 @@ def test_a_thread_that_was_seen_and_has_ended_holds_nothing() -> None:
     del thread
     assert before.more_than_before(0.0) == []
     assert not seen.new_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of segments are not seen elsewhere")
+def test_shared_memory_is_of_whoever_has_mapped_it() -> None:
+    """What nobody has mapped is another program's, but for torch's."""
+    before = Holdings.now()
+    mapped, _, of_torch = segments = [SHM / f"{name}_{os.getpid()}" for name in ("psm", "psm_unused", "torch")]
+    try:
+        for segment in segments:
+            segment.write_bytes(bytes(mmap.PAGESIZE))
+        with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+            left = before.more_than_before(0.0)
+        assert {text for text in left if text.startswith("shared memory")} == {
+            f"shared memory {segment}" for segment in (mapped, of_torch)
+        }
+    finally:
+        for segment in segments:
+            segment.unlink(missing_ok=True)

@@ -206,13 +206,12 @@ def test_persistent_workers_between_two_epochs(by_count: None) -> None:
     options: Any = {"persistent_workers": True, "prefetch_factor": 40}
     loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **inside.renewed_after(20), **options)
     seen, makers = [], []
-    while not makers or (makers[0] == makers[-1] and len(makers) < 50):
+    while not makers or makers[0] == makers[-1]:
         batches = list(loader)
         seen += map(bits, batches)
         makers.append(set(pids(batches)))
     assert seen == expected(epochs=len(makers), **options)
     assert makers[0] == makers[1]  # all tickets of an epoch are given at once
-    assert makers[0] != makers[-1]
     loader.close()
 
 

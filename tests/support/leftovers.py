@@ -19,6 +19,7 @@ import gc
 import math
 import multiprocessing
 import os
+import re
 import stat
 import sys
 import threading
@@ -95,7 +96,7 @@ class Holdings:
             *(f"not joined: {child!r}" for child in multiprocessing.active_children() if child.pid in children),
             *(f"thread {thread!r}" for thread in now.new_threads(self)),
             *(f"descriptor {fd} -> {what}" for fd, what in self._new_descriptors(now)),
-            *(f"shared memory {SHM / name}" for name in now.segments - self.segments if _is_ours(name)),
+            *(f"shared memory {SHM / name}" for name in _ours(now.segments - self.segments)),
         ]
 
     def _new_descriptors(self, now: Holdings) -> Iterable[tuple[int, str]]:
@@ -160,20 +161,27 @@ def _process(pid: int) -> str:
         return f"{pid} (gone by now)"
 
 
-def _is_ours(segment: str) -> bool:
-    """Whether a segment is to be blamed on this process: if one of its family uses it, or nobody at all does."""
-    if not (SHM / segment).exists():
-        return False
-    if _is_used(segment, {os.getpid(), *descendants(os.getpid())}):
-        return True
-    # A semaphore that nobody here has mapped is somebody else's: they are made and unmade all the time.
-    # For the rest all processes of the machine are looked at: seldom, and costly.
-    return not segment.startswith("sem.") and not _is_used(segment, set(psutil.pids()))
+def _ours(segments: Iterable[str]) -> set[str]:
+    """Return those segments that are to be blamed on this process: its family has mapped them.
+
+    A segment of torch's is blamed also if nobody at all has mapped it. Other segments are those of other programs,
+    which make and unmake them all the time: neither the package nor its tests make one that has a name.
+    """
+    there = {segment for segment in segments if (SHM / segment).exists()}
+    if not there:
+        return there
+    used = there & _mapped({os.getpid(), *descendants(os.getpid())})
+    unused = {segment for segment in there - used if segment.startswith("torch_")}
+    # All processes of the machine are looked at: seldom, and costly.
+    return used | (unused and unused - _mapped(psutil.pids()))
 
 
-def _is_used(segment: str, pids: set[int]) -> bool:
+def _mapped(pids: Iterable[int]) -> set[str]:
+    """Return the names of segments that processes have mapped. Reads once what may be thousands of lines for each."""
+    found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            if f"{SHM}/{segment}" in Path(f"/proc/{pid}/maps").read_text():
-                return True
-    return False
+            found.update(
+                map(os.fsdecode, re.findall(b"%s/(\\S+)" % os.fsencode(SHM), Path(f"/proc/{pid}/maps").read_bytes()))
+            )
+    return found
