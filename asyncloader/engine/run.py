@@ -279,8 +279,9 @@ class Run:
         A single wake-up serves all keys that are read before the loop gets its turn: that coalesces the traffic of a
         consumer that finds its batches ready.
         """
-        for self._plan_error in self._read_until(until):  # noqa: B020 - an attribute of ours
-            break
+        if not self.plan_ended and self._plan_error is None:
+            for self._plan_error in self._read_until(until):  # noqa: B020 - an attribute of ours
+                break
         if not self._wake_posted:  # at the end, and if an interrupted call has come to less
             self._wake()
 
@@ -291,7 +292,7 @@ class Run:
         the consumer in it, an error that waits for its turn would keep the consumer's iterator alive, and its workers.
         """
         plan = self.plan
-        while self._planned < until and not self.plan_ended and self._plan_error is None:
+        while self._planned < until:
             try:
                 if plan.arrives and plan.must_wait():
                     return

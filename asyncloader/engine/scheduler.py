@@ -285,9 +285,9 @@ class Scheduler:
 
     def _give_new(self) -> None:
         """Give tickets that nobody has had, or that nobody has to do again."""
-        unsent, takers = self._unsent, self.takers
+        unsent, takers, again = self._unsent, self.takers, self._again
         if self._by_turns:  # as torch: round robin over the workers that still have data
-            while unsent and takers and (chosen := takers[0]) not in self._again:
+            while unsent and takers and (chosen := takers[0]) not in again:
                 takers.rotate(-1)
                 self._give(chosen, unsent.popleft())
             return
