@@ -1,5 +1,6 @@
 """What is published: wheel and source distribution are built, checked, and installed into an environment without us."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -82,6 +83,14 @@ def test_the_version_is_told_alike_everywhere(built: dict[str, Path]) -> None:
     version = metadata(built["wheel"])["Version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert (ROOT / "CHANGELOG.md").read_text().split("## ")[1].split()[0] == version
+
+
+def test_actions_are_pinned_by_hash() -> None:
+    """What builds and publishes a release cannot be exchanged behind a tag; the tag stands beside the hash."""
+    text = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
+    actions = re.findall(r"uses: (.*)", text)
+    assert actions
+    assert not [each for each in actions if not re.match(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)]
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
