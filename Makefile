@@ -120,8 +120,8 @@ gpu: $(READY) ## on a machine with a GPU: the tests that need one, and copies be
 	-timeout 240 $(BIN)/python -m tests.benchmarks.device --quick --json docs/results/gpu-device.json
 	timeout 120 $(BIN)/python -m tests.benchmarks.outsiders --quick --only imread --json docs/results/gpu-images.json
 
-compare-loaders: $(BENCH_READY) ## what happens to five other loaders and ours when something goes wrong; makes docs/faults.md of it
-	$(BIN)/python -m asyncloader.testing.suite $(addprefix tests.faults.adapters:,Ours Torch Stateful Spdl Nodes Grain) --json docs/results/faults.json
+compare-loaders: $(BENCH_READY) ## what happens to six other loaders and ours when something goes wrong; makes docs/faults.md of it
+	$(BIN)/python -m asyncloader.testing.suite $(addprefix tests.faults.adapters:,Ours Torch Stateful Spdl Nodes Grain Litdata) --json docs/results/faults.json
 	$(BIN)/python docs/draw_faults.py docs/results/faults.json
 
 build: $(READY) ## wheel and source distribution in dist/

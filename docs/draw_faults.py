@@ -9,7 +9,6 @@ import json
 import re
 import sys
 import textwrap
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +47,7 @@ NAMES = {
     "tests.faults.adapters:Spdl": "SPDL",
     "tests.faults.adapters:Nodes": "torchdata.nodes",
     "tests.faults.adapters:Grain": "Grain",
+    "tests.faults.adapters:Litdata": "litdata",
 }
 
 
@@ -59,13 +59,13 @@ def judge(found: dict[str, Any], least_s: float) -> Verdict:
     return {"good": GOOD, "loud": LOUD, "bad": BAD}[found["verdict"]]
 
 
-def write_table(report: dict[str, Any], names: list[str]) -> None:
+def write_table(cases: dict[str, Any], names: list[str], versions: dict[str, str]) -> None:
     """Put the table between the marks of the page."""
     lines = [f"| what happens | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for case, cells in report.items():
+    for case, cells in cases.items():
         lines.append(f"| {CASES[case]} | {' | '.join(cell['words'] for cell in cells.values())} |")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchdata")).replace("+cpu", "")
-    lines += ["", f"Measured with {packages}, Python {sys.version.split()[0]}, Linux, two workers."]
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines += ["", f"Measured with {packages.replace('+cpu', '')}, Linux, two workers."]
     lines += ["A program has 30 s, which are few for spawned workers (Grain's) on a busy machine.", ""]
     page = DOCS / "faults.md"
     before, _, rest = page.read_text().partition(BEGIN)
@@ -93,16 +93,18 @@ def draw_row(axis: Axes, at: int, what: str, cells: list[dict[str, Any]]) -> Non
 def main() -> None:
     """Write the table; draw the head, the rows, and what colours and signs mean."""
     report = json.loads(Path(sys.argv[1]).read_text())
-    loaders = [NAMES.get(adapter, adapter) for adapter in next(iter(report.values()))]
-    write_table(report, loaders)
-    figure, axis = pyplot.subplots(figsize=(10.5, 0.6 * len(report) + 1), layout="constrained")
-    for at, (case, cells) in enumerate(report.items()):
+    cases = report["cases"]
+    loaders = [NAMES.get(adapter, adapter) for adapter in next(iter(cases.values()))]
+    write_table(cases, loaders, report["measured with"])
+    width = HEAD_WIDTH + len(loaders) * WIDTH
+    figure, axis = pyplot.subplots(figsize=(0.88 * width, 0.6 * len(cases) + 1), layout="constrained")
+    for at, (case, cells) in enumerate(cases.items()):
         draw_row(axis, at, CASES[case], list(cells.values()))
     for column, name in enumerate(loaders):
         weight = "bold" if name == "asyncloader" else "normal"
         axis.text(HEAD_WIDTH + column * WIDTH + 0.07, 0.12, name, fontsize=9, va="bottom", weight=weight)
-    axis.set_xlim(0, HEAD_WIDTH + len(loaders) * WIDTH)
-    axis.set_ylim(-len(report), 0.5)
+    axis.set_xlim(0, width)
+    axis.set_ylim(-len(cases), 0.5)
     axis.axis("off")
     verdicts = (GOOD, SLOW, LOUD, BAD)
     handles = [pyplot.Rectangle((0, 0), 1, 1, facecolor=verdict.color, edgecolor="#94a3b8") for verdict in verdicts]

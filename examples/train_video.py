@@ -6,7 +6,8 @@
 A sample is one moment of an episode: a frame of each camera, and where the gripper is. Its cameras are decoded side by
 side, on threads, and each worker keeps a few decoders open, which samples borrow. The training is stopped and resumed
 with another number of workers: its losses are those of the training that nobody stopped, to the bit. The videos are
-made here. torchcodec's `VideoDecoder` can take the place of `Video`: `decoder.get_frame_played_at(second).data`.
+made here. Where FFmpeg is installed, torchcodec's `VideoDecoder(path, dimension_order="NHWC")` can take the place of
+`Video`: `decoder.get_frame_played_at(second).data`.
 """
 
 import asyncio

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import pickle
+import platform
 import select
 import signal
 import subprocess
@@ -28,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +70,8 @@ _IN_A_SAMPLE: dict[str, Callable[[], object]] = {
     "skip": lambda: 1 / 0,
     **dict.fromkeys(("hang", "trainer killed", "interrupt"), lambda: time.sleep(3600)),
 }
-_TELLING = ("trainer killed", "interrupt")
-"""In these cases the parent hears, through a FIFO in the flag's place, when the sample is reached."""
+_TELLING = ("break", "trainer killed", "interrupt")
+"""In these cases the parent hears, through a FIFO in the flag's place, that the program has come so far."""
 
 
 class Adapter:
@@ -135,13 +137,21 @@ def _say(*event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
+def _module(loader: Any) -> str:
+    return type(loader).__module__.partition(".")[0]
+
+
 def _program(adapter: Adapter, case: str, flag: str) -> None:
     """Run one case; print what happens, a line each, as it happens."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell has started us in the background
     warnings.simplefilter("ignore")
     if case.startswith("resume"):
         _resume(adapter, num_workers=1 if case == "resume elsewhere" else 2)
         return
-    iterator = iter(adapter.make(Numbers(case, flag), case))
+    loader = adapter.make(Numbers(case, flag), case)
+    _say("made", _module(loader))
+    iterator = iter(loader)
+    del loader  # who leaves the loop has nothing of it
     errors = 0
     while errors < _MOST_ERRORS:
         try:
@@ -155,7 +165,7 @@ def _program(adapter: Adapter, case: str, flag: str) -> None:
         _say("batch", [math.floor(number) for number in batch])
         if case == "break":
             del iterator, batch
-            _say("left")
+            Path(flag).write_bytes(b"!")
             sys.stdin.read()  # until the parent has seen the workers go
             return
 
@@ -166,6 +176,7 @@ def _resume(adapter: Adapter, num_workers: int) -> None:
         return adapter.make(Numbers("", ""), "resume", num_workers=num_workers, shuffle=True)
 
     loader = make(0, 2)
+    _say("made", _module(loader))
     iterator = iter(loader)
     batches, states = [], []
     for batch in iterator:
@@ -191,8 +202,15 @@ def run_case(adapter: str, case: str) -> dict[str, Any]:
 
     Returns:
         Plain values: "verdict" ("good", "loud", "bad"), "words" for a table, and "events".
+
+    Raises:
+        RuntimeError: if there is no loader to judge, with what the adapter raised.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with (  # no pipes, which a loader that prints much would fill
+        tempfile.TemporaryFile("w+") as said,
+        tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         flag = Path(folder, "happened")
         # Not as the main module, whose classes workers would have to be sent by value.
         command = [
@@ -206,9 +224,7 @@ def run_case(adapter: str, case: str) -> dict[str, Any]:
         ]
         if case in _TELLING:
             os.mkfifo(flag)
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=errors, start_new_session=True)
         seen: dict[str, Any] = {}
         watch: Callable[..., None] = _WATCHES.get(case, _wait)
         try:
@@ -217,8 +233,12 @@ def run_case(adapter: str, case: str) -> dict[str, Any]:
             for pid in (process.pid, *_workers(process.pid)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            output = process.communicate()[0].decode()
-    events = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+            process.communicate()
+        for file in (said, errors):
+            file.seek(0)
+        events = [json.loads(line) for line in said if line.startswith('["')]
+        if not events:
+            raise RuntimeError(f"{adapter} has made no loader:\n{errors.read()}")
     verdict, words = judge(case, events, seen)
     return {"verdict": verdict, "words": words, "events": events, **seen}
 
@@ -236,15 +256,12 @@ def _weigh(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -
 
 
 def _watch_break(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
-    assert process.stdout is not None
-    with contextlib.suppress(ValueError):
-        while b"left" not in (process.stdout.readline() or b"left"):
-            pass
+    seen["late"] = not _is_reached(flag)
     seen["seconds"] = _wait_ended(_workers(process.pid), 10.0)
 
 
 def _kill(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
-    _wait_reached(flag)
+    seen["late"] = not _is_reached(flag)
     process.kill()
     process.wait()
     _wait_ended(_workers(process.pid), 2.0)
@@ -252,7 +269,7 @@ def _kill(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) ->
 
 
 def _interrupt(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any]) -> None:
-    _wait_reached(flag)
+    seen["late"] = not _is_reached(flag)
     process.send_signal(signal.SIGINT)
     seen["seconds"] = _wait_ended([process.pid], LIMIT_S)
 
@@ -268,9 +285,9 @@ _WATCHES: dict[str, Callable[..., None]] = {
 }
 
 
-def _wait_reached(fifo: Path) -> None:
+def _is_reached(fifo: Path) -> bool:
     with open(fifo, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as told:
-        select.select([told], [], [], LIMIT_S)
+        return bool(select.select([told], [], [], LIMIT_S)[0])
 
 
 def _wait_ended(processes: list[int], limit_s: float) -> float | None:
@@ -300,7 +317,9 @@ def _workers(session: int) -> list[int]:
 def judge(case: str, events: list[Any], seen: dict[str, Any]) -> tuple[str, str]:
     """Return the verdict of a case, and words for it."""
     errors = [event[1] for event in events if event[0] == "error"]
-    if "most_mb" in seen:
+    if seen.get("late"):
+        return "bad", "does not come so far"
+    if "most_mb" in seen and not seen.get("hung"):
         return ("good" if seen["most_mb"] <= _LEAK_BOUND_MB else "loud"), f"{seen['most_mb']} MB"
     if "left" in seen:
         return ("bad", str(seen["left"])) if seen["left"] else ("good", "none")
@@ -374,7 +393,17 @@ def main() -> None:
             found[case][adapter] = each = run_case(adapter, case)
             print(f"  {adapter:40} {each['verdict']:5} {each['words']}", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        report = {"measured with": _versions(found), "cases": found}
+        arguments.json.write_text(json.dumps(report, indent=1))
+
+
+def _versions(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the versions of Python, of torch and of the loaders' packages."""
+    events = [event for cells in found.values() for cell in cells.values() for event in cell["events"]]
+    modules = {"torch", *(event[1] for event in events if event[0] == "made")}
+    distributions = metadata.packages_distributions()
+    names = sorted({name for module in modules for name in distributions.get(module, ())})
+    return {"Python": platform.python_version(), **{name: metadata.version(name) for name in names}}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,3 +97,23 @@ class Grain(Adapter):
         iterator: Iterator[Any] = iter(loader)
         iterator.set_state(state)  # type: ignore[attr-defined]
         return iterator
+
+
+class Litdata(Adapter):
+    """litdata's StreamingDataLoader. Its chunks have the indices, of which the dataset makes samples in the workers."""
+
+    folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def make(self, dataset: Dataset[float], case: str, *, num_workers: int = 2, shuffle: bool = False) -> Any:
+        from litdata import StreamingDataLoader, StreamingDataset
+        from litdata.streaming import Cache
+
+        if self.folder is None:
+            self.folder = tempfile.TemporaryDirectory()
+            chunks: Any = Cache(self.folder.name, chunk_size=2 * BATCH_SIZE)
+            for index in range(len(dataset)):  # type: ignore[arg-type]
+                chunks[index] = index
+            chunks.done()
+            chunks.merge()
+        samples: Any = StreamingDataset(self.folder.name, shuffle=shuffle, transform=dataset.__getitem__)
+        return StreamingDataLoader(samples, batch_size=BATCH_SIZE, num_workers=num_workers, timeout=case == "hang")

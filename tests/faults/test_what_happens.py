@@ -20,7 +20,7 @@ MEASURED = {"break", "interrupt", "leak"}  # figures, and no words
 
 def recorded() -> dict[str, dict[str, Any]]:
     """Return what `make compare-loaders` has seen, by case and adapter."""
-    found: dict[str, dict[str, Any]] = json.loads((ROOT / "docs" / "results" / "faults.json").read_text())
+    found: dict[str, dict[str, Any]] = json.loads((ROOT / "docs" / "results" / "faults.json").read_text())["cases"]
     return found
 
 
@@ -59,8 +59,11 @@ def test_the_page_has_what_was_recorded() -> None:
         ("raise", [["batch", [n for n in range(64) if n != 30]]], {"status": 0}, ("bad", None)),
         ("killed", [["batch", [0, *range(64)]]], {"status": 0}, ("bad", None)),  # a sample twice
         ("break", [], {"seconds": None}, ("bad", "not in time")),
+        ("break", [], {"seconds": 0.0, "late": True}, ("bad", "does not come so far")),
         ("trainer killed", [], {"left": 2}, ("bad", "2")),
+        ("trainer killed", [], {"left": 0, "late": True}, ("bad", "does not come so far")),
         ("leak", [], {"most_mb": 900}, ("loud", "900 MB")),
+        ("leak", [["batch", [0]]], {"most_mb": 90, "hung": True}, ("bad", "1 of 16 batches, hangs")),
         ("resume", [], {"status": 1}, ("loud", "has no state, or refuses")),
         ("resume", [["resumed", True, True]] * 4, {}, ("good", "4 of 4, to the bit")),
         ("resume", [["resumed", True, False]] * 4, {}, ("loud", "4 of 4, other random numbers")),
@@ -73,6 +76,31 @@ def test_verdicts(case: str, events: list[Any], seen: dict[str, Any], verdict: t
     found = suite.judge(case, events, seen)
     assert found[0] == verdict[0]
     assert verdict[1] in (None, found[1])
+
+
+@pytest.mark.slow
+def test_an_adapter_that_makes_no_loader_is_no_verdict() -> None:
+    """What a package that is missing would look like is not that a loader loses its batches."""
+    with pytest.raises(RuntimeError, match=r"(?s)made no loader.*NotImplementedError"):
+        suite.run_case("asyncloader.testing.suite:Adapter", "break")
+
+
+PRINTS = """
+from asyncloader.testing.suite import Adapter
+
+class Prints(Adapter):
+    def make(self, dataset, case, **options):
+        print("[" * 100_000)
+        return [[at + 0.5 for at in range(64)]]
+"""
+
+
+@pytest.mark.slow
+def test_a_loader_may_print_what_it_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a pipe holds, and lines that are not the suite's."""
+    (tmp_path / "printing.py").write_text(PRINTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    assert suite.run_case("printing:Prints", "killed")["verdict"] == "good"
 
 
 LOSES = """
