@@ -27,6 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -65,6 +66,7 @@ _consumers: dict[Engine, weakref.ref[object] | None] = {}
 """The iterators that engines end with, until they begin to close. In a forked child there are none."""
 
 _BATCH = Kind.BATCH
+_number = attrgetter("ticket")
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
@@ -350,7 +352,6 @@ class Engine:
                 continue
             records.append(record)
             number = record.ticket
-            numbers.append(number)
             ticket = scheduler.returned(worker, number)
             row = [*record, *(worker, number, outcome.nbytes, ticket.sent_at, arrived_at, read_at, 0.0, read_at)]
             item = _new(Item, (outcome, number, worker, row, -1, None, True))
@@ -361,6 +362,7 @@ class Engine:
             else:
                 finisher.finish(item, partial(self._on_finished, run))
         if records:
+            numbers += map(_number, records)
             run.meter.made(worker, records)
             last = records[-1]
             event += outcome.nbytes, last.busy_s, last.wait_s

@@ -145,8 +145,8 @@ class Run:
 
         Batches that are left out are counted, and passed over.
         """
-        progress, ready = self.progress, self.handoff.ready
-        progress.follower()
+        ready = self.handoff.ready
+        self.progress.follower()
         if self._urgent:
             item = failed(self._urgent[0], counts=False)
             del self._urgent[0]  # this calls nothing, so no signal's handler comes before the item is there
@@ -154,7 +154,7 @@ class Run:
         while ready:
             item = ready[0]
             outcome = item.outcome
-            if outcome.bad and (error := self.limit.count(outcome.bad, progress.now.bad_count)) is not None:
+            if outcome.bad and (error := self.limit.count(outcome.bad, self.progress.now.bad_count)) is not None:
                 return item._replace(outcome=outcome._replace(kind=Kind.FAILURE, data=None, error=error), row=None)
             if outcome.kind != Kind.LEFT_OUT:
                 return item

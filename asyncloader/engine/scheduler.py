@@ -267,7 +267,7 @@ class Scheduler:
             return actions
         if self._again:
             self._give_again()
-        if self._unsent:
+        if self._unsent and self.takers:
             self._give_new()
         self._idle.clear()
         if self.planned_count >= self.read_until and not (self._unsent or self._again):
@@ -287,7 +287,7 @@ class Scheduler:
         """Give tickets that nobody has had, or that nobody has to do again."""
         unsent, takers, again = self._unsent, self.takers, self._again
         if self._by_turns:  # as torch: round robin over the workers that still have data
-            while unsent and takers and (chosen := takers[0]) not in again:
+            while unsent and (chosen := takers[0]) not in again:
                 takers.rotate(-1)
                 self._give(chosen, unsent.popleft())
             return
