@@ -207,7 +207,8 @@ class ShardedStream(Stream[T_co]):
         """Return which shards are done, and what was given of those that are underway."""
         self._set_done_aside()
         given = [
-            [own.number, own.first, own.low, sorted(own.beyond), [*own.cut.items()]] for own in self._given.values()
+            [own.number, own.first, own.low, sorted(own.beyond), [*map(list, own.cut.items())]]
+            for own in self._given.values()
         ]
         return {"shards": self._names, "done": f"{self._done:x}", "given": given, "next": self._next}
 
