@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncloader.run.rng_snapshot import RNGSnapshot
+from asyncloader.run.rng_snapshot import RNGSnapshot, restores_forgotten
 
 
 def draw() -> list[Any]:
@@ -24,3 +24,14 @@ def test_what_is_read_draws_what_would_have_been_drawn() -> None:
     expected = [draw(), draw()]
     snapshot.restore(snapshot.from_text(text))
     assert [draw(), draw()] == expected
+
+
+def test_what_is_put_back_afterwards_is_not_restored() -> None:
+    """A loader that has restored the generators before finds them as it has left them, and draws nothing again."""
+    snapshot = RNGSnapshot(None, [[3, 1, 2]])
+    snapshot.restore(snapshot.capture())
+    marks = snapshot.marks([True] * len(snapshot))
+    with restores_forgotten():
+        snapshot.restore(snapshot.capture())
+        assert any(snapshot.set_since(marks))
+    assert not any(snapshot.set_since(marks))

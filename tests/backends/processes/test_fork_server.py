@@ -16,6 +16,7 @@ NUMBERS = """
 import os
 import sys
 import multiprocessing
+import multiprocessing.util
 from multiprocessing import forkserver, spawn
 
 import asyncloader
@@ -46,15 +47,35 @@ def epoch(dataset=None):
 """
 
 
-@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_main_module_without_a_guard_is_an_error_that_shows_it(run: Run, num_workers: int) -> None:
+FORKED = """
+def fork(path, arguments, passed):
+    # In place of a new interpreter, which imports torch for 2 s; what follows is what that would run.
+    if pid := os.fork():
+        return pid
+    import traceback
+    sys.argv = ["-c", arguments[-1]]
+    sys.modules["__main__"] = type(sys)("__main__")
+    try:
+        exec(arguments[-2])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+if __name__ == "__main__":
+    multiprocessing.util.spawnv_passfds = fork
+"""
+
+
+@pytest.mark.parametrize("new", [FORKED, pytest.param("", marks=pytest.mark.slow)], ids=["forked", "spawned"])
+def test_a_main_module_without_a_guard_is_an_error_that_shows_it(run: Run, new: str) -> None:
     """Each worker shows how to write it, and the trainer's error says so; what comes after the loop is not run."""
-    main = f"""
-for batch in DataLoader(Numbers(), num_workers={num_workers}, multiprocessing_context="spawn"):
+    main = """
+for batch in DataLoader(Numbers(), num_workers=2, multiprocessing_context="spawn"):
     pass
 print("trained", flush=True)
 """
-    program = run(NUMBERS + main)
+    program = run(NUMBERS + new + main)
     assert program.returncode == 1
     assert program.out == ""
     assert '    if __name__ == "__main__":\n        main()\n' in program.err
