@@ -258,9 +258,15 @@ def _speed() -> str:
 
 
 def _commit() -> str:
-    """Name what is measured, and whether it is as it was committed; pages that are made of results may change."""
+    """Name what is measured, and whether it is as it was committed; pages that are made of results may change.
+
+    Commits may be joined later; the package's tree keeps its name.
+    """
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD", "HEAD:asyncloader"], capture_output=True, text=True, check=True
+        ).stdout
+        head = ", the package's tree ".join(found.split())
         changed = subprocess.run(
             ["git", "status", "--porcelain", "-uno", "--", ":/", ":!/docs"], capture_output=True, text=True, check=True
         ).stdout
