@@ -2,29 +2,28 @@
 
 Small samples from a task of the trainer's own loop, put one by one, to batches of 512. Arrays of 1 MB likewise, in
 batches of 32. Small samples from four other processes, in messages of 100 and one by one. 10,000 leases in flight: what
-one costs beside a task that only waits. `examples/async_rl.py` measures what overlap gains.
+one costs beside a task that only waits. The state of 300 MB that wait, taken in a thread: how long a loop that puts
+samples stands still. `examples/async_rl.py` measures what overlap gains.
 
 Targets: 50,000 samples/s; 2 GB/s; 20,000 samples/s from four other processes, by `put_many`; 90,000 from one process
-with 64 tasks; 30,000 from one task that awaits each put; 20 us a lease.
+with 64 tasks; 30,000 from one task that awaits each put; 20 us a lease; 20 ms for a loop to stand still.
 
 Found on 29 November 2026 (two quiet cores, torch 2.13): 37,833 samples/s; 5.9 GB/s; 75,239 and 8,963 samples/s from
-four other processes; 86,577 from one task that awaits each put, 80,967 from 64; 117.7 us a lease. Missed: small
-samples, one by one; from a process with 64 tasks; a lease, 10,000 in flight.
+four other processes; 86,577 from one task that awaits each put, 80,967 from 64; 117.7 us a lease. Later that day the
+two cores had 5 to 30 busy processes, and this benchmark gave 44,000 to 85,000 samples/s from 64 tasks, and 11,000 to
+31,000 one by one. With two or three, a program like it came to 126,000 from 64 tasks, and to 113,000 where a process
+puts 256 samples ahead and not 1,024 (medians of five in turn; 3.1 us of CPU a put in the producer, 4.8 in the trainer).
+The first 5,000 come at half that rate, so runs have 128,000 now.
 
-On 26 November it was 65,700 samples/s, 7.7 GB/s, 109,900 and 7,200 samples/s from other processes, and 28.5 us a lease,
-18 of them the feed's; the others were the garbage collector's, which looks at all objects of the process once more for
-the three that a lease adds. What has made a lease four times as dear since then is not known.
+A lease takes 76 to 81 us of CPU, and 116 to 134 while a request was a future of `concurrent` (in turn; 48 to 64 with
+fewer processes beside it). Without the garbage collector it is 42 us: four full collections, each of which looks at
+torch's 175,000 objects as well, are the rest. Samples that are put one by one take 22 to 26 us, 26 to 32 before.
 
-Since a feed is one server, whose calls are futures, a sample that is put one by one takes half as much CPU time again:
-34 us, and 22 us with the code of 26 November in the same minutes (28 November, a dozen busy processes beside it; 10,600
-samples/s and 1.7 GB/s came through there).
+The loop stands still for 10 to 22 ms with samples of 1 MB, 28 to 40 ms with those of 64 kB, 340 to 370 ms with 19,200
+of 16 kB (5 to 13 busy processes). The feed's lock is held for 1 ms of CPU there; the garbage collector, which stops all
+threads, comes for the objects that pickles and copies of so many samples make.
 
-Found on 29 November 2026 (two quiet cores, torch 2.13): 37,800 samples/s; 5.9 GB/s; 75,200 and 9,000 samples/s from
-four other processes; 86,600 from a process whose one task awaits each put, and 81,000 from one with 64 tasks, which
-misses the target; 118 us a lease. Producer (5.7 us of CPU a put) and trainer (6.6) worked in turn then. Since a process
-writes messages into the socket itself, they work at the same time: 108,000 to 114,000 from either, by a program like
-this one in the same hour. Of a lease, 105 of 145 us were the garbage collector's (beside 20 busy processes): for 10,000
-tasks that wait, some 30 objects each. By a future that is awaited as it is, 64 to 85 us in the same minutes.
+On 26 November it was 65,700 samples/s, 7.7 GB/s, 109,900 and 7,200 samples/s from other processes, and 28.5 us a lease.
 """
 
 from __future__ import annotations

@@ -1143,6 +1143,32 @@ def test_a_state_is_copied_while_producers_and_the_trainer_go_on(is_remote: bool
     assert [unit[0] for unit in units["units"]] == [0]
 
 
+async def test_the_trainers_loop_goes_on_while_its_state_is_taken() -> None:
+    """Where it asks for the state in a thread; and what is put meanwhile is not in it."""
+    Slow.begun.clear()
+    Slow.goes_on.clear()
+    feed, others = Feed(batch_size=1, max_samples=8, fn=lambda sample: sample.id), 0
+    for sample in (0, Slow()):
+        await feed.put(sample)
+    loader = DataLoader(feed)
+    batches = aiter(loader)
+    assert (await anext(batches)).tolist() == [0]
+    taking = asyncio.create_task(asyncio.to_thread(loader.state_dict))
+    async with asyncio.timeout(20):
+        while not Slow.begun.is_set() or others < 3:
+            await asyncio.sleep(0.001)
+            if Slow.begun.is_set():
+                await feed.put(others := others + 1)
+    assert not taking.done()
+    Slow.goes_on.set()
+    resumed = Feed(batch_size=1, max_samples=8, fn=lambda sample: sample.id)
+    (loader := DataLoader(resumed)).load_state_dict(await taking)
+    for each in (feed, resumed):
+        each.close()
+    assert [batch.tolist() for batch in loader] == [[1]]
+    assert [batch.tolist() async for batch in batches] == [[1], [2], [3], [4]]
+
+
 def test_no_unit_is_written_down_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many wait: producers and the trainer go on while a state is written."""
     feed, locked = Feed(batch_size=1, max_samples=1000), list[bool]()
