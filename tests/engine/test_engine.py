@@ -409,6 +409,18 @@ async def test_a_worker_that_died_at_the_end_of_its_data_has_another_process_in_
     assert driven.engine.run.faults.replacements == 2
 
 
+async def test_a_worker_without_a_place_has_a_process_in_the_next_run() -> None:
+    """It left in the last one, and is wanted again."""
+    driven = Driven()
+    del driven.pool.processes[1]
+    driven.engine._is_started = True
+    driven.engine.push = driven.engine._next_runs.append  # type: ignore[method-assign]
+    driven.engine.push(driven.make_run())
+    driven.engine._read_inbox()
+    await until(lambda: driven.pool.added)
+    assert driven.pool.added == [1]
+
+
 async def test_a_worker_that_has_grown_leaves_and_another_takes_its_place() -> None:
     """When it has answered what it has; until that joins, the others do its work."""
     driven = Driven(max_worker_memory=100)

@@ -48,9 +48,9 @@ def test_what_failed_once(seed: int) -> None:
     assert dict(chaos.soak(seed, runs=1, seconds=float("inf"), place="process", name="disturbed"))
 
 
-@pytest.mark.parametrize("place", ["process", "thread", "here"])
-def test_disturbed_epochs_are_those_of_an_undisturbed_loader(place: str) -> None:
-    """A run that nobody has seen, wherever the workers are."""
+@pytest.mark.parametrize("place", [None, *(pytest.param(each, marks=SLOW) for each in ("process", "thread", "here"))])
+def test_disturbed_epochs_are_those_of_an_undisturbed_loader(place: str | None) -> None:
+    """A run that nobody has seen, wherever the workers are: somewhere before a commit, in each place at night."""
     first = chaos.seed_of_the_clock()
     assert len(dict(chaos.soak(first, runs=1, seconds=float("inf"), place=place, name="disturbed"))) == 1
 
