@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch.utils.data
@@ -241,6 +243,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _begin_with_kept_workers(self) -> WorkerIterator[T_co] | None:
         """Begin a run with persistent workers; None if there are none, or closed ones, or those of another process."""
+        is_held = _count_holders(self) > _OWN_HOLDERS
         iterator: Any = self._iterator
         if not isinstance(iterator, _import_iterators()[1]):  # a subclass may use torch's
             return None
@@ -250,6 +253,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return None
         if not (options := self._loader_options(iterator.asked)).has_workers:
             return None
+        if is_held:
+            self._runs.warn_of_restart()
         iterator.begin_next(self, options)
         return cast("WorkerIterator[T_co]", iterator)
 
@@ -428,6 +433,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_runs": copy.copy(self._runs)}
+
+
+def _count_holders(loader: Any) -> int:
+    """Return how often the kept iterator is referred to, by this call and the loader as well."""
+    return sys.getrefcount(loader._iterator)
+
+
+_OWN_HOLDERS = _count_holders(SimpleNamespace(_iterator=object()))
+"""What that is if nobody else refers to it: the loop over it was left."""
 
 
 def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:

@@ -337,7 +337,7 @@ class Options:
 
         Where a worker process makes several at once, those that enter a `sample_seed` block are seeded there.
         """
-        return self.knows_places and not (self.overlaps or (self.has_workers and self.is_in_process))
+        return self.knows_places and not (self._is_threaded or self.overlaps)
 
     @property
     def seeds_generators(self) -> bool:
@@ -351,9 +351,17 @@ class Options:
 
     @property
     def shares_generators(self) -> bool:
-        """Whether samples that a worker process makes at the same time share its generators."""
+        """Whether samples that are made at the same time share the generators, with each other or with the trainer.
+
+        Worker threads do, whatever they are asked for.
+        """
         is_promised = self.seeding != "worker" and not self.is_iterable
-        return self.overlaps and is_promised and not (self.is_in_process or self.seeds_overlapping)
+        return self._is_threaded or (self.overlaps and is_promised and not self.seeds_overlapping)
+
+    @property
+    def _is_threaded(self) -> bool:
+        """Whether workers are threads."""
+        return self.num_workers > 0 and self.is_in_process
 
     @property
     def start_context(self) -> BaseContext:

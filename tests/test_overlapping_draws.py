@@ -7,6 +7,7 @@ runs after which depends on how many are in flight and on which worker they are.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -19,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
 from asyncloader import DataLoader, sample_rng, sample_seed
 from asyncloader.seeding.generators import left_alone
@@ -304,7 +306,7 @@ def logged(tmp_path: Path) -> Iterator[Path]:
     handler.close()
 
 
-SHARED = "Samples that are made at the same time draw from random generators"
+SHARED = "Samples that are made at the same time seem to draw from random generators"
 ELSEWHERE = "Something draws from the random generators of this worker while no sample runs on its loop"
 
 
@@ -328,6 +330,22 @@ class Awaiting(Blocking):
     async def __getitem__(self, index: int) -> Any:
         await turns(3)
         return super().__getitem__(index)
+
+
+class Wholly(Blocking):
+    """The same, whose batches are asked for as a whole."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+class Streaming(Blocking, IterableDataset[Any]):
+    """The same as a stream."""
+
+    __len__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(LENGTH))
 
 
 def beside_a_block() -> float:
@@ -388,14 +406,14 @@ def test_a_batch_that_is_there_while_a_thread_is_in_a_block_says_nothing(caplog:
     drawn, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        current.set(SampleContext.of_sample(Seeder((1, 2, 3)), 0, 0, 0, watch))
+        current.set(SampleContext(Seeder((1, 2, 3)), 0, 0, 0, watch))
         with sample_seed():
             random.random()
             drawn.set()
             leave.wait(60)
 
     with left_alone(), caplog.at_level(logging.WARNING, "asyncloader"):
-        watch = DrawWatch(Seeder((1, 2, 3)))
+        watch = DrawWatch(Seeder((1, 2, 3)), is_alone=True)
         thread = threading.Thread(target=hold)
         thread.start()
         assert drawn.wait(60)
@@ -414,6 +432,89 @@ def test_coroutines_with_draws_of_their_own_are_not_warned_of(logged: Path) -> N
     """In a worker process, with seeding="sample"."""
     run(Awaiting(random.random), num_workers=2)
     assert not logged.read_text()
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Awaiting, {"num_workers": 0}),
+        (Blocking, {"num_workers": 0, "concurrency": 4}),
+        (Awaiting, {"num_workers": 2, "worker_backend": "thread"}),
+        (Blocking, {"num_workers": 2, "worker_backend": "thread"}),
+        (Blocking, {"num_workers": 1, "worker_backend": "thread", "seeding": "sample", "batch_size": 1}),
+        (Blocking, {"num_workers": 2, "worker_backend": "thread", "seeding": "worker", "persistent_workers": True}),
+        (Wholly, {"num_workers": 2, "worker_backend": "thread"}),
+        (Streaming, {"num_workers": 2, "worker_backend": "thread", "shuffle": False}),
+    ],
+)
+def test_in_the_trainers_process_a_draw_is_warned_of_once(
+    dataset: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The generators are the trainer's there, under any seeding."""
+    options = {"seeding": "sample" if dataset is Awaiting else "batch"} | options
+    with caplog.at_level(logging.WARNING, "asyncloader"):
+        run(dataset(lambda: 0.0), **options)
+        assert SHARED not in caplog.text
+        run(dataset(random.random), **options)
+        run(dataset(random.random), **options)
+    assert caplog.text.count(SHARED) == 1
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize("options", [{"num_workers": 2, "worker_backend": "thread"}, {"concurrency": 4}])
+def test_another_loader_that_begins_is_not_taken_for_a_sample(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its base seed is drawn while the first samples are made, and its order when they are there."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        goes_on.wait(60)
+
+    with left_alone(), caplog.at_level(logging.WARNING, "asyncloader"):
+        iterator = iter(DataLoader(Blocking(wait), 4, collate_fn=list, **options))  # type: ignore[arg-type]
+        begun.wait(60)
+        other = iter(DataLoader(range(12), 4, shuffle=True))  # type: ignore[arg-type]
+        goes_on.set()
+        for _ in zip(iterator, other, strict=False):
+            torch.rand(())
+    assert SHARED not in caplog.text
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_a_draw_counts_once_though_two_samples_end_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Two threads look at the generators at the same time, after the base seed of another loader was drawn."""
+    both = threading.Barrier(2, timeout=0.3)
+    with left_alone(), caplog.at_level(logging.WARNING, "asyncloader"):
+        watch = DrawWatch(Seeder((1, 2, 3)), is_alone=False)
+        look = watch._positions
+
+        def look_together() -> Any:
+            found = look()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait()
+            return found
+
+        random.random()
+        watch._positions = look_together
+        threads = [threading.Thread(target=watch.end) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert SHARED not in caplog.text
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_draws_of_the_trainer_are_not_taken_for_those_of_samples(caplog: pytest.LogCaptureFixture) -> None:
+    """After the first batch only the trainer knows who draws."""
+    loader = DataLoader(Awaiting(lambda: 0.0), 4, collate_fn=list)  # type: ignore[arg-type]
+    with left_alone(), caplog.at_level(logging.WARNING, "asyncloader"):
+        for _ in loader:
+            random.random()
+    assert SHARED not in caplog.text
 
 
 def test_threads_beside_coroutines_are_warned_of(logged: Path) -> None:

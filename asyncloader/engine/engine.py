@@ -640,7 +640,7 @@ class Engine:
         slowest_s = run.meter.stats().stages.work.longest_s if is_waiting else 0.0
         waited_s = self._hangs.look(monotonic(), run.taken, is_waiting=is_waiting, slowest_s=slowest_s)
         if waited_s is not None:
-            hang_report.report(run, self.pool, waited_s)
+            hang_report.report(run, self.pool, waited_s, self._loop.call_later)
 
     def look_for_overdue(self, run: Run, timeout_s: float) -> None:
         """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says. Tell the run of it.

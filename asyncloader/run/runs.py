@@ -52,6 +52,12 @@ _USED_UP = (
     "the state again after the look."
 )
 
+_RESTARTED = (
+    "iter(loader) was called while another iterator was in use, which had given %d batches and was not at its end. "
+    "With persistent_workers=True both are one: a loop that is still going on goes on in the new run, from its "
+    "beginning. To look at a batch inside a loop, use another loader, or loader.batch(epoch, number)."
+)
+
 
 class Runs:
     """The runs of one loader. Its iterators write; nobody here holds an iterator, or the loader.
@@ -186,6 +192,12 @@ class Runs:
         if of_state:
             warn_once(self.warned, _IN_DOUBT, meant.given, other.given)
         return meant
+
+    def warn_of_restart(self) -> None:
+        """Warn if the run whose workers are to begin another one has given batches, and has more."""
+        last = self.run()
+        if last is not None and last.given and not last.progress.end_is_known and last.iterator() is not None:
+            warn_once(self.warned, _RESTARTED, last.given)
 
     def _has_outlived(self, run: Checkpointer, other: Checkpointer) -> bool:
         """Whether the iterator of a run was dropped after that of another one, or may have come to its end after it."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
@@ -35,15 +36,21 @@ _WAY_OUT = (
     "in worker processes, one sample at a time (no concurrency)."
 )
 
+_ENOUGH_STEPS = 3
+"""One of a batch of one sample, and one to the end of it, may be followed by another batch."""
+
 
 class DrawWatch(Steps):
-    """Warns of the first draw of samples of a worker process that share generators, and so cannot be seeded.
+    """Warns of the first draw of samples that share generators with others, and so cannot be seeded.
 
-    Nobody else draws in the process: what has moved when a batch is there, samples have moved. It watches all runs of a
-    worker: threads may still be at samples of the last one.
+    It watches all runs of a worker: threads may still be at samples of the last one.
 
     Args:
         seeder: Of the first run. It knows the generators of the dataset's own.
+        is_alone: Nobody else draws in this process: what has moved when a batch is there, its samples have moved.
+            Otherwise each step is looked at, until the first batch is there: most trainers wait for that, and draw
+            nothing meanwhile. A single step that has drawn proves nothing, as the base seed of another loader may have
+            been drawn; after batches of one sample, the next one is looked at too.
 
     Attributes:
         has_warned: One of this process has warned, which is enough.
@@ -51,37 +58,57 @@ class DrawWatch(Steps):
 
     has_warned: bool = False
 
-    def __init__(self, seeder: Seeder) -> None:
+    def __init__(self, seeder: Seeder, *, is_alone: bool) -> None:
+        self.is_on: bool = not is_alone
+        self._is_alone = is_alone
+        self._is_suspected = False
+        self._num_steps = 0
+        self._lock = threading.Lock()
         self.begin_run(seeder)
 
     def begin_run(self, seeder: Seeder) -> None:
         """Watch another run. The generators of the dataset's own were put back before it."""
         with turns.lock:  # no thread is in a block, which moves them
             self._positions = positions((*GLOBAL, *seeder.own))
-            self.go_on(None)
+            self.begin()
 
-    def on_batch(self) -> None:
-        """Look when a batch is there, unless a thread is in a block, and moves them."""
-        if turns.lock.acquire(blocking=False):
-            self.leave()
-            turns.lock.release()
+    def begin(self, sample: object = None) -> None:
+        """Begin a step."""
+        self._mark = self._positions()
 
-    def leave(self) -> None:
-        """Look before a block begins, which seeds the generators: warn if samples have drawn."""
-        if self._mark == self._positions() or DrawWatch.has_warned:
+    def end(self, sample: object = None, *, is_last: bool = True) -> None:
+        """End it: warn if it has drawn."""
+        self._num_steps += 1
+        with self._lock:  # the steps of two threads that end at the same time are not to count one draw twice
+            before, self._mark = self._mark, self._positions()
+        if before == self._mark or DrawWatch.has_warned:
+            return
+        if not (self._is_alone or (self._is_suspected and self.is_on)):  # the trainer may have its batch, and draw
+            self._is_suspected = True
             return
         DrawWatch.has_warned = True
         log.warning(
-            "Samples that are made at the same time draw from random generators (of random, numpy.random or torch, or "
-            "the dataset's own) that they share with each other: what they draw depends on timing and on the number of "
-            "workers, and is not the same again after a resume. %s The samples of an async dataset have draws of their "
-            'own with seeding="sample", in worker processes.',
+            "Samples that are made at the same time seem to draw from random generators (of random, numpy.random or "
+            "torch, or the dataset's own) that they share with each other or with the trainer: what they draw depends "
+            "on timing and on the number of workers, and is not the same again after a resume. %s The samples of an "
+            'async dataset have draws of their own with seeding="sample", in worker processes.',
             _WAY_OUT,
         )
 
+    def on_batch(self) -> None:
+        """Note that a batch is there."""
+        self.is_on = self._is_suspected and self._num_steps < _ENOUGH_STEPS
+        if self._is_alone and turns.lock.acquire(blocking=False):  # otherwise a thread moves them, in a block
+            self.end()
+            turns.lock.release()
+
+    def leave(self) -> None:
+        """Have a block begin, which seeds the generators."""
+        self.end()
+
     def go_on(self, interrupted: object) -> None:
         """Go on after a block."""
-        self._mark = self._positions()
+        self.begin()
 
 
 class GeneratorSwitch(Steps):

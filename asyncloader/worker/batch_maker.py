@@ -277,14 +277,14 @@ class BatchMaker:
         elif self.spec.seeds_overlapping:
             self.switch = GeneratorSwitch(self.seeder, warns=not self._id)  # one warning is enough
         elif self.spec.shares_generators and not self._id:
-            self.switch = DrawWatch(self.seeder)
+            self.switch = DrawWatch(self.seeder, is_alone=self.host.is_remote)
 
     @property
     def _seeds(self) -> bool:
         """Whether each batch is seeded here, or each of its samples; otherwise blocks are at most."""
         return self.spec.seeds_each_batch or self.spec.seeds_each_sample
 
-    def pause_with(self, pause: Callable[[], object]) -> None:
+    def pause_with(self, pause: Callable[[], object] | None) -> None:
         """Have this called after each sample that `make` gets."""
         self._fetch.pause_with(pause)
 
@@ -296,6 +296,8 @@ class BatchMaker:
             self._fetch.ended = keeper is not None and keeper.attach(self._fetch.iterator)
         else:
             self._fetch = MapFetcher(dataset, self.spec)
+        if self.switch.is_on:
+            self.pause_with(partial(self.switch.end, None, is_last=True))
 
     def _reseed_pipe(self, dataset: Any) -> Any:
         if self._epoch.shared_seed is None:  # not an IterDataPipe
@@ -376,7 +378,12 @@ class BatchMaker:
         """Return what is collated of samples that were fetched, and note the state of the dataset after them."""
         if not self._is_known:
             refuse_awaitables(samples, self.spec.dataset)
-            self._is_known, self._is_plain = True, self._may_be_plain
+            if self.switch.is_on:
+                self.switch.end(here, is_last=True)
+                self.switch.on_batch()
+                self.pause_with(None)
+            self._is_known = not self.switch.is_on
+            self._is_plain = self._is_known and self._may_be_plain
         if self.keeper is not None:
             self.snapshot = self.keeper.take(ended=self._fetch.ended)
         if here.first is not None:

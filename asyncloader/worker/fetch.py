@@ -45,12 +45,12 @@ class MapFetcher:
         self._whole = WholeBatches(dataset, spec)
         self._by_batch = not self._whole.by_sample and getattr(dataset, "__getitems__", None) is not None
         is_special = self._by_batch or self._whole.is_in_memory or self._tolerates or spec.knows_places
-        self._is_plain = self._auto_collation and not is_special
+        self._is_plain = self._may_be_plain = self._auto_collation and not is_special
         self.errors: dict[int, Exception] = {}
 
-    def pause_with(self, pause: Callable[[], object]) -> None:
+    def pause_with(self, pause: Callable[[], object] | None) -> None:
         """Have this called after each sample."""
-        self._pause, self._is_plain = pause, False
+        self._pause, self._is_plain = pause, self._may_be_plain and pause is None
 
     def __call__(self, keys: Any, here: SampleContext) -> Any:
         """Return the list of samples, or a `Whole`; without automatic batching a list of the one sample."""
@@ -121,7 +121,7 @@ class IterableFetcher:
         self.errors: dict[int, Exception] = {}
         self._spec = spec
 
-    def pause_with(self, pause: Callable[[], object]) -> None:
+    def pause_with(self, pause: Callable[[], object] | None) -> None:
         """Have this called after each sample."""
         self._pause = pause
 

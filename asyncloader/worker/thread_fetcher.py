@@ -119,6 +119,8 @@ class ThreadFetcher(TaskFetcher):
         if position not in job.pending:  # not wanted any more
             return
         self._enter(job, position)
+        if is_watched := self._steps.is_on:
+            self._steps.begin(None)
         if position <= 0:
             job.began = perf_counter()
         sample: Any = None
@@ -128,6 +130,8 @@ class ThreadFetcher(TaskFetcher):
             refuse_awaitables([sample] if position >= 0 else sample, self._dataset)
         except BaseException as raised:
             error = raised
+        if is_watched:
+            self._steps.end(None, is_last=True)
         self._done.append((job, position, sample, error))
         del job, sample, error  # a traceback refers to this frame
         # Either this thread finds `_is_told` false, and tells; or the loop has not come to `_take_done`, which sets it

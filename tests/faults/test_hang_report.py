@@ -154,7 +154,7 @@ async def test_the_report_names_worker_batch_and_place(
     report = await taken_at_last(loader, face, tmp_path / "gate", caplog)
     assert "The awaited batch has the indices [4, 5, 6, 7]; worker 1 (pid " in report
     assert "in wait_for_the_gate" in report
-    assert ("It sleeps." in report or "It runs." in report) == (backend == "process")
+    assert ("s of CPU time in the last second" in report) == (backend == "process")
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -203,11 +203,12 @@ def test_a_lock_that_another_thread_held_at_the_fork(caplog: pytest.LogCaptureFi
     (report,) = reports(caplog)
     assert "in __getitem__" in report
     assert "It sleeps" in report
+    assert "has used 0.0" in report
     assert 'multiprocessing_context="forkserver"' in report
 
 
 def test_a_worker_that_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It does not wait, and so no thread is to blame."""
+    """It is not idle, and so no thread is to blame."""
     iterator = iter(DataLoader(Busy(tmp_path / "gate"), num_workers=1))
     opener = threading.Thread(target=lambda: (wait_until(lambda: reports(caplog)), (tmp_path / "gate").touch()))
     opener.start()
@@ -216,7 +217,7 @@ def test_a_worker_that_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture
     iterator.close()
     (report,) = reports(caplog)
     assert "forkserver" not in report
-    assert "It runs." in report
+    assert float(report.partition("has used ")[2].partition(" s of CPU")[0]) > 0
 
 
 def test_what_is_told_of_a_process() -> None:
@@ -224,7 +225,8 @@ def test_what_is_told_of_a_process() -> None:
     stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
     def told(*, was_forked: bool) -> str:
-        return hang_report.describe(stopped.pid, was_forked=was_forked)
+        now = hang_report.activity(stopped.pid)
+        return hang_report.describe(stopped.pid, now, now, was_forked=was_forked)
 
     try:
         wait_until(lambda: "It sleeps" in told(was_forked=False))
@@ -236,6 +238,7 @@ def test_what_is_told_of_a_process() -> None:
         stopped.kill()
         stopped.wait()
     assert told(was_forked=True) == ""
+    assert hang_report.describe(os.getpid(), None, hang_report.activity(os.getpid()), was_forked=True) == ""
 
 
 def test_nothing_is_looked_up_of_a_worker_on_another_machine(caplog: pytest.LogCaptureFixture) -> None:
@@ -247,9 +250,9 @@ def test_nothing_is_looked_up_of_a_worker_on_another_machine(caplog: pytest.LogC
     scheduler = SimpleNamespace(awaited=lambda: ticket)
     run: Any = SimpleNamespace(scheduler=scheduler, named=lambda ticket: ticket, meter=Meter(0, 1, 2))
     pool: Any = SimpleNamespace(processes={0: worker})
-    hang_report.report(run, pool, 60.0)
+    hang_report.report(run, pool, 60.0, lambda delay_s, call, *args: call(*args))  # type: ignore[arg-type,return-value]
     (report,) = reports(caplog)
-    assert not any(words.format(pid=worker.pid) in report for words in hang_report._STATES.values())
+    assert "CPU time" not in report
 
 
 def suppressed(iterator: Iterator[Any]) -> None:

@@ -167,3 +167,23 @@ def test_a_look_between_a_load_and_the_loop(kind: str, persistent: bool, caplog:
         assert len(list(loader)) == 10
     assert [record.message.split(":")[0] for record in caplog.records] == ["The state that was loaded is used up"]
     loader.close()
+
+
+@pytest.mark.parametrize("kind", ["workers", "threads"])
+def test_a_look_that_restarts_a_loop(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Persistent workers have one iterator, as torch's: a warning says so. Loops that are left and begun anew are not
+    meant by it."""
+    loader = numbers(kind, persistent_workers=True)
+    for _ in range(3):
+        for number, _ in enumerate(loader):
+            if number == 2:
+                break
+    assert not caplog.records
+    for number, _ in enumerate(loader):
+        if number == 2:
+            next(iter(loader))
+            break
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "iter(loader) was called while another iterator was in use"
+    ]
+    loader.close()
