@@ -87,7 +87,7 @@ def test_workers_that_stay_count_the_epochs_of_their_base_seed() -> None:
 @pytest.mark.parametrize("options", [{"persistent_workers": True}, *WAYS], ids=str)
 def test_a_run_is_resumed_and_made_again_whatever_ran_before(options: Any) -> None:
     """In the middle of an epoch that was seeded, after it, and its batches by their numbers."""
-    for done in effort.half((1, 3), len(options)) if effort.is_quick else range(4):
+    for done in effort.share((1, 3), len(options)) if effort.is_quick else range(4):
         loader = make(**options)
         look(loader)
         whole(loader)
