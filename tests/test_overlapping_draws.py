@@ -406,7 +406,7 @@ def test_a_batch_that_is_there_while_a_thread_is_in_a_block_says_nothing(caplog:
     drawn, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        current.set(SampleContext(Seeder((1, 2, 3)), 0, 0, 0, watch))
+        current.set(SampleContext.of_sample(Seeder((1, 2, 3)), 0, 0, 0, watch))
         with sample_seed():
             random.random()
             drawn.set()
