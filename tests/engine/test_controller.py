@@ -168,6 +168,12 @@ def test_with_a_trainer_that_never_waits_one_more_than_needed_at_most(work: floa
     assert world.is_good()
 
 
+def test_there_are_four_times_as_many_at_most_after_one_look() -> None:
+    """However many a first look would ask for: each is a process, with memory of its own."""
+    world = World(train=0.001, work=0.1, cpu=0.0, start=1).run(5.0)
+    assert [count for _, count in world.history] == [4, 8]
+
+
 def test_what_computes_gets_no_more_than_the_cores() -> None:
     """Also if it waited before."""
     world = World(0.001, 0.04, 0.001).run(5)

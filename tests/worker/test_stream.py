@@ -241,6 +241,25 @@ def test_a_run_that_was_not_begun_is_over_before_the_next() -> None:
     assert (dataset.run, dataset.at) == (4, 0)
 
 
+async def test_the_loop_has_its_turns_while_a_stream_is_read_over() -> None:
+    """A worker that reads what was made before it is told to end meanwhile."""
+    read: list[int] = []
+
+    class Long:
+        def __iter__(self) -> Iterator[int]:
+            for number in range(10_000):
+                read.append(number)
+                yield number
+
+    dataset = Long()
+    stream = Stream(dataset, (maker_of(SPEC, bool), print, print), print, keeper=Keeper(dataset, 1, WorkerStart(1000)))
+    stream.add(1000, [None])
+    while not read:  # noqa: ASYNC110 - no longer than until its next turn
+        await asyncio.sleep(0)
+    await stream.aclose()
+    assert len(read) < 1000
+
+
 class Worker:
     """Reads batches of a stream, one run after the other, with its state kept."""
 
