@@ -151,9 +151,9 @@ def kill_a_worker(expected: str, folder: Path) -> bool:
     theirs = Training()
     try:
         theirs.train(TorchLoader(Pictures(folder / "torch"), BATCH_SIZE, shuffle=True, num_workers=2))
-    except (RuntimeError, OSError) as error:  # OSError: the next tensor was to be had from the process that is gone
+    except (RuntimeError, OSError, EOFError) as error:  # the latter: the process that is gone was to send a tensor
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise the same once more, anywhere
-        says = str(error).splitlines()[0].strip()
+        says = str(error).partition("\n")[0].strip()
         print(f"   torch        {theirs.steps} of {BATCHES} batches, then {type(error).__name__}: {says}")
     ours = Training()
     ours.train(DataLoader(Pictures(folder / "asyncloader"), BATCH_SIZE, shuffle=True, num_workers=2))

@@ -43,7 +43,7 @@ def test_the_demonstration_shows_what_it_says() -> None:
     same = "The weights are the same, to the bit."
     assert re.fullmatch(rf"Training waited [\d.]+ s for torch's loader, [\d.]+ s for ours\. {same}", waited)
     assert death.startswith("2. One of two workers is killed")
-    assert re.match(r"torch +\d+ of 24 batches, then RuntimeError: DataLoader worker \(pid", torchs)
+    assert re.match(r"torch +\d+ of 24 batches, then \w+Error:", torchs)  # a connection's, if the worker was sending
     assert re.fullmatch(rf"asyncloader +24 of 24 batches\. {same}", ours)
     assert resume.startswith("3. A checkpoint after batch 10")
     assert re.fullmatch(rf"asyncloader +14 batches were left\. {same}", left)
