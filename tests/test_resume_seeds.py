@@ -223,3 +223,38 @@ def test_a_generator_draws_the_same_after_a_load() -> None:
         assert torch.initial_seed() % (1 << 32) == 5
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("module", [random, np.random, torch], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("draws", [0, 1, 2000])
+@pytest.mark.parametrize("what", ["seeded", "restored", "drawn"])
+def test_what_is_drawn_between_a_load_and_the_epoch(module: Any, draws: int, what: str) -> None:
+    """From a generator that the program has seeded or restored; of any other the state's counts, whatever was drawn."""
+
+    def go_on(saved: Any) -> None:
+        if what == "seeded":
+            generators.seed_all(3)
+        elif what == "restored":
+            generators.restore(saved, None)
+        if what != "drawn" or is_resumed:
+            for _ in range(draws):
+                assert torch.rand(1) + random.random() + np.random.random() >= 0
+
+    def make_one() -> DataLoader[Any]:
+        if module is torch:
+            return make("torch", 0)
+        return DataLoader(range(LENGTH), 2, sampler=Shuffled(module))  # type: ignore[arg-type]
+
+    with left_alone():
+        generators.seed_all(1)
+        loader = make_one()
+        list(loader)
+        state, saved = loader.state_dict(), generators.save(None)
+        is_resumed = False
+        go_on(saved)
+        expected = [batch.tolist() for batch in loader]
+        generators.seed_all(2)
+        loader, is_resumed = make_one(), True
+        loader.load_state_dict(state)
+        go_on(saved)
+        assert [batch.tolist() for batch in loader] == expected

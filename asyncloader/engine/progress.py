@@ -137,7 +137,7 @@ class Progress:
         now: How far consumers are. Written by the consumer whose turn it is, by one assignment.
         end_is_known: A consumer has been told that there is no more.
         is_broken: An error has ended the run, which has not come to its end.
-        sizes_differ: The size of batches was changed inside the run, whose numbers do not say any more what was read.
+        sizes_differ: The size of batches was changed inside the run.
         ends: By worker, the state of a stream after its end.
         follower: Called by a consumer that asks for its next batch.
     """

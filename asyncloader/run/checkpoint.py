@@ -175,7 +175,7 @@ class Checkpointer:
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> LoaderState:
         run = self.common
         fits = dict(run.fits or describe(self.options))
-        if self.progress.sizes_differ and fits["batch_size"] is not None:
+        if self.progress.sizes_differ:
             fits["batch_size"] = "changed in the middle of the epoch"  # which fits no loader
         return replace(
             run,

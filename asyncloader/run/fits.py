@@ -11,7 +11,7 @@ import torch
 from asyncloader import identity
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
-from asyncloader.run.plan import batch_size, is_elastic, order_generators, samplers_within
+from asyncloader.run.plan import is_elastic, order_generators, samplers_within
 from asyncloader.run.state import LoaderState
 from asyncloader.samplers.mixture import has_more_sources
 
@@ -89,7 +89,7 @@ def describe(options: Options) -> dict[str, Any]:
     num_replicas, rank = (None, None) if elastic or not ranks else ranks[0]
     return {
         "kind": "iterable" if options.is_iterable else "map",
-        "batch_size": None if elastic else batch_size(options),
+        "batch_size": None if elastic else options.batch_size,
         "drop_last": options.drop_last,
         "seeding": None if options.is_iterable else options.seeding,
         "sampler": "(".join(type(sampler).__name__ for sampler in samplers) + ")" * (len(samplers) - 1),

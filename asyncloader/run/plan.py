@@ -394,12 +394,6 @@ def _is_torchs(index_sampler: Any, iterator: Any) -> bool:
     return is_its_own and iterator.gi_code is _torch_iter.__code__
 
 
-def batch_size(options: Options) -> int | None:
-    """Return how many samples a batch has now, where that is known: torch's batch sampler may have been set another."""
-    sampler = options.index_sampler
-    return sampler.batch_size if type(sampler) is BatchSampler else options.batch_size
-
-
 def stateful_sampler(index_sampler: Any) -> Any:
     """Return the outermost sampler that provides a state, which covers those within; None if none does."""
     return next(filter(is_stateful, samplers_within(index_sampler)), None)

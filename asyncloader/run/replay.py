@@ -24,7 +24,7 @@ from asyncloader.protocols import SuppliesKeys, is_stateful, members
 from asyncloader.run.data_rank import data_rank
 from asyncloader.run.fits import check
 from asyncloader.run.inline_iterator import InlineIterator
-from asyncloader.run.plan import batch_size, samplers_within
+from asyncloader.run.plan import samplers_within
 from asyncloader.run.rng_snapshot import DRAW_NOTHING, KNOWN_SAMPLERS, restores_forgotten
 from asyncloader.run.run_start import Drawn, RunStart, begin, draw_seed
 from asyncloader.run.state import LoaderState
@@ -108,7 +108,7 @@ def _find(loader: Any, epoch: int, number: int) -> Found:
         )
     _copy_samplers(twin)
     options: Options = twin._loader_options()
-    size = batch_size(options) if options.knows_places else 1
+    size = options.batch_size and options.index_sampler.batch_size if options.knows_places else 1
     if size is not None:  # otherwise the batches before it are read one by one, which counts their samples
         by = number - state.position
         sample = state.sample if state.sample < 0 else state.sample + size * by

@@ -60,10 +60,10 @@ def draws_once(sampler: Any) -> bool:
     return is_known and probe(sampler, "generator") is not torch.default_generator
 
 
-Mark = tuple[int, int]
+Mark = tuple[Any, int]
 """Of a generator, by `mark_of`, and how often loaders have restored it until then."""
 
-_times_restored: Counter[int] = Counter()  # by id: Python's and numpy's generators tell only of seeds without a draw
+_times_restored: Counter[int] = Counter()  # by id
 
 
 @contextmanager
