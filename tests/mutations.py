@@ -53,8 +53,8 @@ MUTATIONS = (
     Mutation(
         "at the end of a stream, only its last ticket is void",
         "engine/scheduler.py",
-        "        for ticket in self._take_all(worker):\n            self.ready(",
-        "        for ticket in self._take_all(worker)[-1:]:\n            self.ready(",
+        "        for ticket in self._forget(worker):\n",
+        "        for ticket in self._forget(worker)[-1:]:\n",
         "engine/test_scheduler.py",
     ),
     Mutation(
@@ -88,9 +88,16 @@ MUTATIONS = (
     Mutation(
         "a worker that has grown is sent more tickets",
         "engine/engine.py",
-        "                scheduler.leaving(worker)\n",
+        '                self._tell_scheduler("leaving", worker)\n',
         "                pass\n",
         "engine/test_engine.py test_renewal.py",
+    ),
+    Mutation(
+        "a worker that has left has no process in the next run",
+        "engine/engine.py",
+        "                self._start(worker, 0.0)\n",
+        "                pass\n",
+        "engine/test_engine.py",
     ),
     Mutation(
         "a consumer sleeps beside an item that was put between its look and its waiter",
@@ -137,7 +144,7 @@ MUTATIONS = (
     Mutation(
         "a worker writes into slabs that batches of the worker before are still in",
         "transport/worker_heap.py",
-        "        sent = self._sent.values()  #",
+        "        sent = tuple(self._sent.values())  #",
         "        sent = ()  #",
         "transport/test_worker_heap.py transport/test_slab.py",
     ),
@@ -177,6 +184,13 @@ MUTATIONS = (
         "seeding/test_generators.py run/test_rng_snapshot.py test_resume_generators.py",
     ),
     Mutation(
+        "generators that were put back count as restored",
+        "run/rng_snapshot.py",
+        "        _times_restored.clear()\n",
+        "",
+        "run/test_rng_snapshot.py",
+    ),
+    Mutation(
         "without workers, a batch is lost if its making is interrupted",
         "run/inline_iterator.py",
         "            if maker.host.ends(raised):\n",
@@ -200,8 +214,8 @@ MUTATIONS = (
     Mutation(
         "the measurement of new workers begins before they have made a batch",
         "engine/controller.py",
-        "self._settled_at = made + self.num_workers",
-        "self._settled_at = 0",
+        "self._begins_at = None, made + self.num_workers",
+        "self._begins_at = None, 0",
         "engine/test_controller.py",
     ),
     Mutation(
@@ -226,9 +240,16 @@ MUTATIONS = (
         "messages/test_frames.py",
     ),
     Mutation(
+        "a worker hears nothing while it reads over what was made before",
+        "worker/stream.py",
+        "                    await asyncio.sleep(0)  # the line is read meanwhile\n",
+        "",
+        "worker/test_stream.py",
+    ),
+    Mutation(
         "a stream that a resume put into its middle, and that nobody read, begins there in the next epoch",
         "worker/batch_maker.py",
-        "            self._leave(before)\n",
+        "            self._leave(keeper)\n",
         "",
         "worker/test_batch_maker.py test_resume_iterable.py",
     ),

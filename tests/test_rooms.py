@@ -6,6 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tests.mutations import MUTATIONS
+
 PACKAGE = Path(__file__).parents[1] / "asyncloader"
 CORE = ("options.py", "run", "engine", "backends", "worker", "messages", "transport")
 
@@ -31,3 +35,10 @@ def test_nothing_imports_the_guest() -> None:
     """A user does."""
     imports = [line for _, line in lines(*CORE, "loader.py", "__init__.py") if "asyncloader.ray import" in line]
     assert imports == []
+
+
+@pytest.mark.slow
+def test_each_defect_can_be_put_into_the_library() -> None:
+    """A line that has changed since takes its defect along."""
+    missing = [each.what for each in MUTATIONS if (PACKAGE / each.path).read_text().count(each.old) != 1]
+    assert missing == []
