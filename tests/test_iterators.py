@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -747,16 +748,16 @@ async def test_a_second_run_before_the_workers_of_the_first_are_started() -> Non
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_sampler_that_fills_one_list_anew(num_workers: int) -> None:
-    """Workers are told what a batch was when it was given, and not what the list has by the time it is sent."""
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
+def test_a_batch_sampler_that_fills_one_list_anew(num_workers: int, make: Callable[[list[int]], Any]) -> None:
+    """Workers are told what a batch was when it was given, and not what is there by the time it is sent."""
 
-    def batches() -> Iterator[list[int]]:
-        batch: list[int] = []
-        for index in range(60):
-            batch.append(index)
-            if len(batch) == 3:
-                yield batch
-                batch.clear()
+    def batches() -> Iterator[Any]:
+        batch = make([0, 0, 0])
+        for first in range(0, 60, 3):
+            for place in range(3):
+                batch[place] = first + place
+            yield batch
 
     loader = DataLoader(range(60), batch_sampler=batches(), num_workers=num_workers)  # type: ignore[arg-type]
     assert torch.cat([*loader]).tolist() == [*range(60)]

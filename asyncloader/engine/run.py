@@ -17,9 +17,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
+
+import numpy as np
+import torch
 
 from asyncloader.engine import exits
 from asyncloader.engine.actions import END, NOTHING, Ticket
@@ -305,6 +309,8 @@ class Run:
                 return
             if type(keys) is list:
                 keys = keys[:]  # some samplers fill one list anew for each batch
+            elif isinstance(keys, (np.ndarray, torch.Tensor)):
+                keys = deepcopy(keys)  # or one array, or tensor
             # From here to the end of `append`, nothing looks for signals: either the keys are in the inbox, and
             # counted, or the plan has them.
             plan.keys = NOTHING

@@ -116,6 +116,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._counts_simply, self._rest = made.progress.counts_simply(options), made.progress.now[1:]
         self._in_hand: Any = NOTHING
         self._is_made = True
+        if plan.has_loaded_sampler:  # before an iterator of another loader has the same sampler load a state
+            plan.read()
 
     def _make_maker(self, start: RunStart) -> BatchMaker:
         """Return what makes batches, its dataset where the run begins. Raises whatever the dataset raises.

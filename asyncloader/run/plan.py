@@ -206,6 +206,11 @@ class Plan:
             progress.asked += 1
         self._is_new = self._is_answer = False
 
+    @property
+    def has_loaded_sampler(self) -> bool:
+        """Whether the sampler was put to a place, where its next iterator begins, whoever makes that."""
+        return self._sampler is not None and not self.arrives and bool(self._progress.read)
+
     def draw_apart(self) -> None:
         """Have large permutations be drawn by who reads this, in another thread: see `DrawDue`."""
         self._draws_apart = True

@@ -18,6 +18,7 @@ from asyncloader import DataLoader
 from asyncloader.errors import LoaderClosedError
 from asyncloader.run.base_iterator import BaseIterator
 from asyncloader.run.random_order import RandomOrder
+from asyncloader.samplers import ElasticSampler
 from tests.support.patience import TRIES, Stopwatch
 
 
@@ -338,3 +339,29 @@ async def test_a_large_shuffle_is_drawn_beside_the_loop(monkeypatch: pytest.Monk
         assert iterator.state_dict()["position"] == 1
     assert found == by_for
     assert drawn_in == [True, True, False, False]
+
+
+@pytest.mark.parametrize("stop", [(0, 2), (1, 0), (1, 2), (1, 5)])
+def test_two_loaders_of_one_sampler_are_resumed_side_by_side(stop: tuple[int, int]) -> None:
+    """As images and masks are: each where it was, though the sampler is put to its place twice before it is read."""
+
+    def pair() -> list[DataLoader[Any]]:
+        sampler = ElasticSampler(range(12), seed=3)
+        return [DataLoader(range(12), batch_size=2, sampler=sampler) for _ in range(2)]  # type: ignore[arg-type]
+
+    def rest(loaders: list[DataLoader[Any]], first: int) -> list[Any]:
+        given = []
+        for epoch in range(first, 3):
+            for number, batches in enumerate(zip(*loaders, strict=True)):
+                given.append([batch.tolist() for batch in batches])
+                if first == 0 and (epoch, number) == stop:
+                    states.append([loader.state_dict() for loader in loaders])
+        return given
+
+    states: list[Any] = []
+    whole = rest(pair(), 0)
+    resumed = pair()
+    for loader, state in zip(resumed, states[0], strict=True):
+        loader.load_state_dict(state)
+    assert rest(resumed, stop[0]) == whole[6 * stop[0] + stop[1] + 1 :]
+    assert all(ours == others for ours, others in whole)
