@@ -8,7 +8,6 @@ import contextlib
 import gc
 import itertools
 import random
-import sys
 import threading
 import time
 import weakref
@@ -171,8 +170,6 @@ async def test_dropped_before_what_its_sampler_has_raised_is_due(face: str) -> N
         workers = inside.workers(iterator)
         assert workers
         del iterator
-        if sys.version_info >= (3, 12):  # an error of a generator refers to the frames of who has asked that
-            gc.collect()
         await asyncio.to_thread(wait_until, lambda: not any(worker.is_alive() for worker in workers))
 
 

@@ -117,6 +117,7 @@ class Run:
         self._is_left = False
         self._is_plain, self._rest = progress.counts_simply(options), progress.now[1:]
         self._plan_error: Exception | None = None
+        self._reading: Iterator[Exception]
         # The figures as consumers and statistics were last told of them.
         self._followed = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
         self._lock = progress.lock
@@ -223,7 +224,7 @@ class Run:
                 item = failed(error, counts=False)
                 self._plan_error = None
                 self.handoff.ready.append(item)  # no signal's handler comes between the two
-                del item, error  # a traceback refers to this frame
+                del self._reading, item, error  # a traceback refers to this frame
             is_over = self.ended and not self.has_ready
         if is_over:
             self.progress.ends = self.ends
@@ -284,7 +285,8 @@ class Run:
         consumer that finds its batches ready.
         """
         if not self.plan_ended and self._plan_error is None:
-            for self._plan_error in self._read_until(until):  # noqa: B020 - an attribute of ours
+            self._reading = self._read_until(until)
+            for self._plan_error in self._reading:  # noqa: B020 - an attribute of ours
                 break
         if not self._wake_posted:  # at the end, and if an interrupted call has come to less
             self._wake()
@@ -292,8 +294,9 @@ class Run:
     def _read_until(self, until: int) -> Iterator[Exception]:
         """Put keys into the inbox, unless they have to be waited for, or there are none; give what is raised.
 
-        The frame of a generator that has yielded has no caller. So the traceback of the error ends here: with frames of
-        the consumer in it, an error that waits for its turn would keep the consumer's iterator alive, and its workers.
+        The frame of a generator that has yielded has no caller, as long as the generator is there. So the traceback of
+        the error ends here: with frames of the consumer in it, an error that waits for its turn would keep the
+        consumer's iterator alive, and its workers.
         """
         plan = self.plan
         while self._planned < until:
