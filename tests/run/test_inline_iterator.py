@@ -19,7 +19,7 @@ from asyncloader.errors import LoaderClosedError
 from asyncloader.run.base_iterator import BaseIterator
 from asyncloader.run.random_order import RandomOrder
 from asyncloader.samplers import ElasticSampler
-from tests.support.patience import TRIES, Stopwatch
+from tests.support.patience import TRIES, Stopwatch, until
 
 
 class Squares:
@@ -317,10 +317,12 @@ class Indices:
 async def test_a_large_shuffle_is_drawn_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """In another thread; the order is that of `for`, and of the next epoch as well, whoever is cancelled meanwhile."""
     drawn_in: list[bool] = []
-    draw = RandomOrder._draw
+    draw, goes_on = RandomOrder._draw, threading.Event()
+    goes_on.set()
 
     def drawing(order: RandomOrder) -> None:
         drawn_in.append(threading.current_thread() is threading.main_thread())
+        assert goes_on.wait(60)
         draw(order)
 
     monkeypatch.setattr(RandomOrder, "_draw", drawing)
@@ -332,9 +334,11 @@ async def test_a_large_shuffle_is_drawn_beside_the_loop(monkeypatch: pytest.Monk
     for epoch in range(2):
         iterator: Any = aiter(loader)
         if epoch:
+            goes_on.clear()
             cancelled = asyncio.create_task(anext(iterator))
-            await asyncio.sleep(0.01)
+            await until(lambda: len(drawn_in) == 4)
             cancelled.cancel()
+            goes_on.set()
         found.append((await anext(iterator)).tolist())
         assert iterator.state_dict()["position"] == 1
     assert found == by_for
