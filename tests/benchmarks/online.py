@@ -8,22 +8,20 @@ samples stands still. `examples/async_rl.py` measures what overlap gains.
 Targets: 50,000 samples/s; 2 GB/s; 20,000 samples/s from four other processes, by `put_many`; 90,000 from one process
 with 64 tasks; 30,000 from one task that awaits each put; 20 us a lease; 20 ms for a loop to stand still.
 
-Found on 29 November 2026 (two quiet cores, torch 2.13): 37,833 samples/s; 5.9 GB/s; 75,239 and 8,963 samples/s from
-four other processes; 86,577 from one task that awaits each put, 80,967 from 64; 117.7 us a lease. Later that day the
-two cores had 5 to 30 busy processes, and this benchmark gave 44,000 to 85,000 samples/s from 64 tasks, and 11,000 to
-31,000 one by one. With two or three, a program like it came to 126,000 from 64 tasks, and to 113,000 where a process
-puts 256 samples ahead and not 1,024 (medians of five in turn; 3.1 us of CPU a put in the producer, 4.8 in the trainer).
-The first 5,000 come at half that rate, so runs have 128,000 now.
+Found on 29 November 2026 (two quiet cores, torch 2.13, of a machine that adds a million numbers in 18 ms): 65,700
+samples/s; 12.0 GB/s; 139,400 and 25,600 samples/s from four other processes; 211,100 from one task that awaits each
+put, 204,100 from 64; 66.5 us a lease; the loop stands still for 2.2 ms with samples of 1 MB, 115 ms with those of 16 kB.
+Missed: a lease, small samples in a state. In the morning, on another machine and before a process put 1,024 samples
+ahead: 37,800 samples/s, 86,600 and 81,000 from the one process, 117.7 us a lease. On a busy one 64 tasks come to 44,000
+to 85,000. The first 5,000 puts come at half the rate of the others, so runs have 128,000.
 
-A lease takes 76 to 81 us of CPU, and 116 to 134 while a request was a future of `concurrent` (in turn; 48 to 64 with
-fewer processes beside it). Without the garbage collector it is 42 us: four full collections, each of which looks at
-torch's 175,000 objects as well, are the rest. Samples that are put one by one take 22 to 26 us, 26 to 32 before.
+A lease takes 76 to 81 us of CPU beside other processes, and 116 to 134 while a request was a future of `concurrent`
+(in turn). Without the garbage collector it is 42 us: four full collections, each of which looks at torch's 175,000
+objects as well, are the rest.
 
-The loop stands still for 10 to 22 ms with samples of 1 MB, 28 to 40 ms with those of 64 kB, 340 to 370 ms with 19,200
-of 16 kB (5 to 13 busy processes). The feed's lock is held for 1 ms of CPU there; the garbage collector, which stops all
-threads, comes for the objects that pickles and copies of so many samples make.
-
-On 26 November it was 65,700 samples/s, 7.7 GB/s, 109,900 and 7,200 samples/s from other processes, and 28.5 us a lease.
+For 115 to 132 ms the loop stands still with 19,200 samples of 16 kB, and for 24 to 29 ms without the garbage collector:
+one full collection comes for the 135,000 objects that a state of so many samples has, takes 123 ms, and stops all
+threads. With samples of 64 kB it is 6 to 12 ms. The feed's lock is held for 0.4 ms of CPU.
 """
 
 from __future__ import annotations
