@@ -17,14 +17,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from multiprocessing.process import BaseProcess
 from time import perf_counter
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from asyncloader.backends.backend import END_GRACE_S, Backend
-from asyncloader.backends.processes.pool import Pool
+from asyncloader.backends.processes.pool import Pool, WorkerHandle
+from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.engine import exits
 from asyncloader.engine.controller import Controller
@@ -390,12 +390,12 @@ class WorkerIterator(BaseIterator[T_co]):
         self.close()
 
     @property
-    def _workers(self) -> list[BaseProcess]:
-        """The worker processes that are there, as torch's iterator shows them; none if the workers are in this one."""
+    def _workers(self) -> list[WorkerHandle]:
+        """The worker processes, as torch's iterator shows them; none if the workers are in this one."""
         if self._is_finalizing():
             return []
         workers = sorted(self._engine.pool.processes.items())
-        return [process for _, worker in workers if (process := vars(worker).get("process")) is not None]
+        return [WorkerHandle(worker) for _, worker in workers if isinstance(worker, WorkerProcess)]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} taken={self._run.taken} {self._engine!r}>"

@@ -10,7 +10,7 @@ with 64 tasks; 30,000 from one task that awaits each put; 20 us a lease; 20 ms f
 
 Found on 29 November 2026 (two quiet cores, torch 2.13, of a machine that adds a million numbers in 18 ms): 65,700
 samples/s; 12.0 GB/s; 139,400 and 25,600 samples/s from four other processes; 211,100 from one task that awaits each
-put, 204,100 from 64; 66.5 us a lease; the loop stands still for 2.2 ms with samples of 1 MB, 115 ms with those of 16 kB.
+put, 204,100 from 64; 66.5 us a lease; the loop stands still for 2.2 ms with samples of 1 MB, 115 with 16 kB.
 Missed: a lease, small samples in a state. In the morning, on another machine and before a process put 1,024 samples
 ahead: 37,800 samples/s, 86,600 and 81,000 from the one process, 117.7 us a lease. On a busy one 64 tasks come to 44,000
 to 85,000. The first 5,000 puts come at half the rate of the others, so runs have 128,000.

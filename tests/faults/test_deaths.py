@@ -433,7 +433,7 @@ if __name__ == '__mp_main__':
     raise ImportError('no such library here')
 if __name__ == '__main__':
     try:
-        list(DataLoader(range(100), num_workers=2, multiprocessing_context='{start_method}'))
+        list(DataLoader(range(100), num_workers=1, multiprocessing_context='{start_method}'))
     except WorkerStartError as error:
         print(error)
 """)

@@ -275,3 +275,35 @@ class Pool(Backend[WorkerProcess]):
         while self._heaps:  # of workers whose end was not dealt with to the last, because something failed
             self._heaps.popitem()[1].reclaim()
         super()._close()
+
+
+class WorkerHandle:
+    """A worker as code written for torch's iterator finds it in ``_workers``: like a process of multiprocessing."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+        self.pid: int = process.pid
+        self.name: str = f"asyncloader worker {process.worker_id}"
+        self.daemon = True
+
+    def __repr__(self) -> str:
+        return repr(self._process)
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._process.exitcode
+
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.is_alive
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process is gone, ``timeout`` seconds at most."""
+        self._process.wait_dead(timeout)
+
+    def terminate(self) -> None:
+        """Kill the process with SIGKILL."""
+        self._process.kill()
+
+    kill = terminate

@@ -140,7 +140,7 @@ class WorkerProcess(Worker):
                 start_process(process)
             except (EOFError, ConnectionError) as error:
                 raise fork_server.ended() from error
-            self.process = process
+            self._process = process
             self.pid: int = process.pid or -1
             with contextlib.suppress(ProcessLookupError):  # the fork server may have reaped it
                 self._descriptors["pid"] = os.pidfd_open(self.pid)
@@ -283,8 +283,8 @@ class WorkerProcess(Worker):
         try:
             status = os.waitid(os.P_PIDFD, self._descriptors["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except (KeyError, ChildProcessError):  # reaped already, or a child of the fork server
-            popen = self.process._popen  # type: ignore[attr-defined]
-            return self.process.exitcode if popen.method == "forkserver" else popen.returncode
+            popen = self._process._popen  # type: ignore[attr-defined]
+            return self._process.exitcode if popen.method == "forkserver" else popen.returncode
         if status is None:
             return None
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
@@ -293,10 +293,10 @@ class WorkerProcess(Worker):
         """Reap the process, which is gone, or killed. A process that does not even end by SIGKILL is left."""
         if (pid := self._descriptors.get("pid")) is not None:
             wait([pid], _REAPED_WITHIN_S)
-            self.process.is_alive()
+            self._process.is_alive()
         else:
-            self.process.join(_REAPED_WITHIN_S)
-        _children.discard(self.process)  # it stays there if the program has reaped it
+            self._process.join(_REAPED_WITHIN_S)
+        _children.discard(self._process)  # it stays there if the program has reaped it
 
     # ----------------------------------------------------------------------------------------------------- end
 
@@ -332,7 +332,7 @@ class WorkerProcess(Worker):
     def close(self) -> None:
         """Let go of everything, whatever of it fails."""
         with contextlib.ExitStack() as steps:  # from the last one up
-            steps.callback(vars(self).pop, "process", None)  # it has pipes, and an error may hold this object
+            steps.callback(vars(self).pop, "_process", None)  # it has pipes, and an error may hold this object
             steps.callback(self._dead.set)
             steps.callback(setattr, self, "state", WorkerState.DEAD)
             steps.callback(self._tell_stack)
@@ -343,7 +343,7 @@ class WorkerProcess(Worker):
                 steps.callback(self.channel.close)
             for name in tuple(self._descriptors):
                 steps.callback(self._close_descriptor, name)
-            if hasattr(self, "process"):
+            if hasattr(self, "_process"):
                 steps.callback(self._reap)
             steps.callback(self._kill_group)
             if self.pid > 0:
@@ -423,7 +423,7 @@ def _close_in_child() -> None:
     And forget the processes, which the exit hooks of a child would try to join.
     """
     for worker in tuple(_parent_ends):
-        _children.discard(getattr(worker, "process", None))
+        _children.discard(getattr(worker, "_process", None))
         for fd in worker._descriptors.values():
             with contextlib.suppress(OSError):
                 os.close(fd)

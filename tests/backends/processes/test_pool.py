@@ -17,7 +17,7 @@ import pytest
 
 from asyncloader.backends.backend import END_GRACE_S, Came
 from asyncloader.backends.processes import pool as module
-from asyncloader.backends.processes.pool import Pool
+from asyncloader.backends.processes.pool import Pool, WorkerHandle
 from asyncloader.backends.worker import Worker
 from asyncloader.errors import WorkerStartError
 from asyncloader.loops import GuardedLoop
@@ -499,6 +499,17 @@ def test_what_no_worker_writes_is_refused(make: Make, kind: int, body: bytes) ->
     with pytest.raises(BadFrame):
         first.say(kind, body)
     assert heard.told[2:] == []
+
+
+def test_a_handle_is_like_a_process_of_multiprocessing(make: Make) -> None:
+    """As code that was written for torch's iterator finds it."""
+    _, _, (first, _) = make()
+    handle = WorkerHandle(first)  # type: ignore[arg-type]
+    assert (handle.pid, handle.exitcode, handle.is_alive(), handle.daemon) == (first.pid, None, True, True)
+    first.exit(expected=True)
+    first.exitcode = 0
+    handle.join(0.0)
+    assert (handle.exitcode, handle.is_alive()) == (0, False)
 
 
 def test_a_worker_is_renewed(make: Make) -> None:

@@ -285,8 +285,7 @@ async def test_closed_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not inside.engine(iterator)._closed.is_set()
     gate.open.set()
     await iterator.aclose()
-    assert [worker.is_alive for worker in inside.engine(iterator).pool.processes.values()] == [False]
-    assert not inside.workers(iterator)
+    assert [worker.is_alive() for worker in inside.workers(iterator)] == [False]
     with pytest.raises(LoaderClosedError):
         await anext(iterator)
 
@@ -380,9 +379,9 @@ def test_representations(tmp_path: Path) -> None:
     assert repr(session).startswith("<Engine OPEN <Scheduler planned=")
     assert repr(iterator).startswith("<WorkerIterator taken=0 <Engine OPEN")
     iterator.close()
-    assert repr(session.pool.processes[0]) == f"<WorkerProcess 0 pid={pids[0]} DEAD>"
+    assert repr(inside.workers(iterator)[0]) == f"<WorkerProcess 0 pid={pids[0]} DEAD>"
     assert repr(session).startswith("<Engine CLOSED")
-    assert {worker.state for worker in session.pool.processes.values()} == {WorkerState.DEAD}
+    assert WorkerState.DEAD in {worker._process.state for worker in inside.workers(iterator)}
     assert isinstance(session.pool, pool.Pool)
 
 
