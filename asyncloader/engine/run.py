@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from copy import copy
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -312,8 +312,10 @@ class Run:
                 return
             if type(keys) is list:
                 keys = keys[:]  # some samplers fill one list anew for each batch
-            elif isinstance(keys, (np.ndarray, torch.Tensor)):
-                keys = deepcopy(keys)  # or one array, or tensor
+            elif isinstance(keys, (list, np.ndarray)):
+                keys = copy(keys)  # or one array
+            elif isinstance(keys, torch.Tensor):
+                keys = keys.clone()
             # From here to the end of `append`, nothing looks for signals: either the keys are in the inbox, and
             # counted, or the plan has them.
             plan.keys = NOTHING

@@ -182,20 +182,15 @@ def _end_untrained() -> None:
         try:
             threading.Thread(target=_watch_producers, name="asyncloader feeds", daemon=True).start()
         except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread any more, so no trainer can begin
-            _close_untrained()
+            _watch_producers(_LOOKS)
 
 
-def _watch_producers() -> None:
+def _watch_producers(looks: int = 0) -> None:
     """Close the feeds when all threads that the interpreter waits for wait for room in feeds, or for leases."""
-    looks = 0
     while looks < _LOOKS:
         time.sleep(_LOOK_EVERY_S)
         waiting = {thread for server in threads.copied(servers) for thread in server.waiting_threads()}
         looks = looks + 1 if waiting.issuperset(threads.waited_for()) else 0
-    _close_untrained()
-
-
-def _close_untrained() -> None:
     for server in threads.copied(servers):
         if not server.has_begun:
             server.close("the program comes to its end, and has not trained on this feed")

@@ -22,7 +22,7 @@ The last batch j for which that is at most u + max_staleness is the deadline of 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice
@@ -98,16 +98,18 @@ class ReadyUnits:
 
     def __init__(self) -> None:
         self._by_priority: dict[float, dict[int, Unit]] = {}
+        self._sorted: list[float] = []  # what priorities there are, with the sign of the highest first
 
     def __bool__(self) -> bool:
-        return bool(self._by_priority)
+        return bool(self._sorted)
 
     def __iter__(self) -> Iterator[Unit]:
-        priorities = sorted(self._by_priority, reverse=True)
-        return chain.from_iterable(self._by_priority[priority].values() for priority in priorities)
+        return chain.from_iterable(self._by_priority[-key].values() for key in self._sorted)
 
     def add(self, unit: Unit) -> None:
         """Put a unit behind the others of its priority."""
+        if unit.priority not in self._by_priority:
+            insort(self._sorted, -unit.priority)
         self._by_priority.setdefault(unit.priority, {})[unit.id] = unit
 
     def remove(self, unit: Unit) -> None:
@@ -116,6 +118,7 @@ class ReadyUnits:
         del units[unit.id]
         if not units:
             del self._by_priority[unit.priority]
+            del self._sorted[bisect_left(self._sorted, -unit.priority)]
 
 
 class Ledger:

@@ -38,10 +38,10 @@ class Request:
     link: Link
 
     def __init__(self) -> None:
-        self.number: int = next(_numbers)
+        self.number = next(_numbers)
         self.attempt: Any = None
         self.outcome: tuple[Any, Exception | None] = None, None
-        self.is_done: bool = False
+        self.is_done = False
         self.watches: int | None = None
         self.thread: threading.Thread | None = None
         self._calls: list[Callable[[Request], object]] = []
@@ -79,7 +79,8 @@ class Request:
         """
         if not self.is_done:
             # No Event: it tells with a lock of its own held, and a garbage collection at that moment may tell, too.
-            (told := threading.Lock()).acquire()
+            told = threading.Lock()
+            told.acquire()
             self.when_done(lambda _: told.release())
             if not told.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
                 raise TimeoutError

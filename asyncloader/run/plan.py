@@ -33,7 +33,7 @@ from asyncloader.protocols import answers_of, is_stateful, probe
 from asyncloader.run.random_order import Batches, RandomOrder, indices, skip
 from asyncloader.run.rng_snapshot import OrderDraw, RNGSnapshot, draws_once, restores_forgotten
 from asyncloader.run.state import LoaderState
-from asyncloader.samplers.ordered import Run, bare_state, newest_run, whole_state
+from asyncloader.samplers.ordered import ResumableSampler, Run, bare_state, newest_run, whole_state
 from asyncloader.weak import while_alive
 
 
@@ -208,8 +208,8 @@ class Plan:
 
     @property
     def has_loaded_sampler(self) -> bool:
-        """Whether the sampler was put to a place, where its next iterator begins, whoever makes that."""
-        return self._sampler is not None and not self.arrives and bool(self._progress.read)
+        """Whether a sampler of ours was put to a place, where its next iterator begins, whoever makes that."""
+        return isinstance(self._sampler, ResumableSampler) and bool(self._progress.read)
 
     def draw_apart(self) -> None:
         """Have large permutations be drawn by who reads this, in another thread: see `DrawDue`."""

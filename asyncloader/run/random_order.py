@@ -78,7 +78,8 @@ class Batches:
     @property
     def num_missing(self) -> int:
         """How many indices are still to be read for the next batch."""
-        return self.size - len(self._begun)
+        is_settled = self._begun or self._drop_last
+        return (self.size if is_settled else self._sampler.batch_size) - len(self._begun)
 
 
 def skip(iterator: Iterator[Any], count: int) -> int:

@@ -65,7 +65,7 @@ _decoder = json.JSONDecoder()
 
 def _parsed(line: bytes) -> Any:
     """Return what a line contains. `json.loads` looks for encodings, too, and takes 1.8 times as long for 500 bytes."""
-    text = line.decode().strip("\ufeff \t\r\n")
+    text = line.decode().removeprefix("\ufeff").strip(" \t\r\n")
     value, end = _decoder.raw_decode(text)
     return value if end == len(text) else _decoder.decode(text)  # which raises
 

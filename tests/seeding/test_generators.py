@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader.seeding.generators import GLOBAL, check_of, decode, encode, left_alone, set_state, state_of
+from asyncloader.seeding.generators import (
+    GLOBAL,
+    check_of,
+    decode,
+    encode,
+    is_set_since,
+    left_alone,
+    mark_of,
+    set_state,
+    state_of,
+)
 from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
 
 KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -89,3 +99,19 @@ def test_an_interrupt_leaves_the_trainer_its_generators() -> None:
             pass
         assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == before, moment
     assert moment > 4
+
+
+@pytest.mark.parametrize("generator", [random.Random(3), np.random.RandomState(3)], ids=["random", "numpy"])
+def test_draws_are_told_from_seeds(generator: Any) -> None:
+    """However many: a matrix of weights is a million. What is seeded, or put back, may be drawn from as well."""
+    seed = generator.seed
+    for count in (0, 1, 311, 312, 313, 1_500_000):
+        mark = mark_of(generator)
+        generator.getrandbits(64 * count + 1) if isinstance(generator, random.Random) else generator.random_sample(
+            count
+        )
+        assert not is_set_since(generator, mark), count
+        if count:
+            seed(count)
+            generator.random() if isinstance(generator, random.Random) else generator.random_sample()
+            assert is_set_since(generator, mark)

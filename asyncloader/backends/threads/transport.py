@@ -30,6 +30,7 @@ from asyncloader.worker.transport import ParentGone, WorkerTransport
 UNKNOWN = -1
 """What `batch_bytes` returns of a batch that holds something which it does not look into."""
 
+_NUMBERS = frozenset({int, float, bool, complex, type(None)})
 _PLAIN = (str, bytes, bytearray, int, float, np.generic, type(None))
 
 _info: ContextVar[Any] = ContextVar("asyncloader worker", default=None)
@@ -158,5 +159,7 @@ def batch_bytes(batch: Any, levels: int = 3) -> int:
     if not levels or not isinstance(batch, (list, tuple, dict)):
         return UNKNOWN
     parts = batch.values() if isinstance(batch, dict) else batch
+    if _NUMBERS.issuperset(map(type, parts)):  # of which there may be thousands
+        return sys.getsizeof(batch) + 32 * len(parts)
     sizes = [sys.getsizeof(batch), *(batch_bytes(part, levels - 1) for part in parts)]
     return UNKNOWN if UNKNOWN in sizes else sum(sizes)
