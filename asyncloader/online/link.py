@@ -38,10 +38,10 @@ class Request:
     link: Link
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
+        self.number: int = next(_numbers)
         self.attempt: Any = None
         self.outcome: tuple[Any, Exception | None] = None, None
-        self.is_done = False
+        self.is_done: bool = False
         self.watches: int | None = None
         self.thread: threading.Thread | None = None
         self._calls: list[Callable[[Request], object]] = []

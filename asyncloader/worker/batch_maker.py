@@ -127,7 +127,9 @@ class BatchMaker:
     _is_known = False
     """A batch was looked at, and has not to be awaited."""
     ticket: int = 0
-    waited_s = began = fetched = 0.0
+    waited_s: float = 0.0
+    began: float = 0.0
+    fetched: float = 0.0
     count: int = 0
     bad: Sequence[BadSample] = ()
     snapshot: Any = None
