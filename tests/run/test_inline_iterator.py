@@ -19,6 +19,7 @@ from asyncloader.errors import LoaderClosedError
 from asyncloader.run.base_iterator import BaseIterator
 from asyncloader.run.random_order import RandomOrder
 from asyncloader.samplers import ElasticSampler
+from tests.support.counted import Counted
 from tests.support.patience import TRIES, Stopwatch, until
 
 
@@ -371,27 +372,9 @@ def test_two_loaders_of_one_sampler_are_resumed_side_by_side(stop: tuple[int, in
     assert all(ours == others for ours, others in whole)
 
 
-class Places:
-    """A sampler of the user's, which knows its place."""
-
-    at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 12:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 def test_a_users_sampler_that_a_state_was_loaded_into_is_read_no_sooner_than_asked() -> None:
     """Its state may be saved by the user as well, who has been given nothing yet."""
-    loader, resumed = (DataLoader(range(12), 2, sampler=Places()) for _ in range(2))  # type: ignore[arg-type]
+    loader, resumed = (DataLoader(range(12), 2, sampler=Counted(12)) for _ in range(2))  # type: ignore[arg-type]
     iterator = iter(loader)
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     resumed.load_state_dict(loader.state_dict())

@@ -22,6 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from asyncloader import DataLoader, to_device
 from asyncloader.errors import LoaderClosedError
 from asyncloader.wrap import IteratorWrapper, LoaderWrapper
+from tests.support.counted import Counted
 from tests.support.forks import forked
 from tests.wrap.ahead import Ahead, taken_ahead
 
@@ -33,30 +34,11 @@ class Doubled(IteratorWrapper):
         return 2 * batch
 
 
-class Counted:
-    """A loader whose states only it has itself, and not its iterators."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 6:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 LOADERS: dict[str, Any] = {
     "ours": lambda: DataLoader(range(6), None),  # type: ignore[arg-type]
     "workers": lambda: DataLoader(range(6), None, num_workers=2, worker_backend="thread"),  # type: ignore[arg-type]
     "torchdata": lambda: StatefulDataLoader(range(6), None),  # type: ignore[arg-type]
-    "its own": Counted,
+    "its own": lambda: Counted(6),
     "a wrapper": lambda: taken_ahead(range(6), None),
 }
 
@@ -260,7 +242,7 @@ def test_a_state_while_another_thread_takes_is_of_what_was_given() -> None:
                 thread.join()
             return super().state_dict()
 
-    loader: Any = LoaderWrapper(Works(), IteratorWrapper)
+    loader: Any = LoaderWrapper(Works(6), IteratorWrapper)
     iterator = iter(loader)
     assert [next(iterator), next(iterator)] == [0, 1]
     threads.append(threading.Thread(target=lambda: asyncio.run(iterator.pull())))
