@@ -105,9 +105,7 @@ def begin(
     there = state or LoaderState(epoch=epoch, position=drawn.num_yielded, drawn=drawn.num_yielded, sample=-1)
     if state is None and drawn.num_yielded:  # a patch of torch's constructor has read the sampler
         at_iter = loaded = before
-    order, epochs, fits = _order(options, runs, rng, at_iter)
-    if there.is_drawn:
-        fits.update(describe(options))
+    order, epochs, fits = _order(options, runs, rng, at_iter, is_drawn=there.is_drawn)
     drawn = _as_saved(options, there, drawn, rng, loaded)
     if state is not None:
         order.note_state()
@@ -167,11 +165,11 @@ def _put_anew(
 
 
 def _order(
-    options: Options, runs: Runs, rng: RNGSnapshot, at_iter: list[Any]
+    options: Options, runs: Runs, rng: RNGSnapshot, at_iter: list[Any], *, is_drawn: bool
 ) -> tuple[OrderDraw, list[int | None], dict[str, Any]]:
     """Return what follows the drawing of the order, and what is noted then: epochs of samplers, and what has to fit."""
     set_epochs, index_sampler = runs.set_epochs, options.index_sampler
-    epochs, fits = set_epochs.of_samplers(index_sampler), dict[str, Any]()
+    epochs, fits = set_epochs.of_samplers(index_sampler), describe(options) if is_drawn else dict[str, Any]()
 
     def note() -> None:  # samplers look at epochs, lengths and weights only then; the runs would refer to themselves
         epochs[:] = set_epochs.of_samplers(index_sampler)
