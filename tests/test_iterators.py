@@ -758,3 +758,26 @@ def test_a_batch_sampler_that_fills_one_list_anew(num_workers: int, make: Callab
 
     loader = DataLoader(range(60), batch_sampler=batches(), num_workers=num_workers)  # type: ignore[arg-type]
     assert torch.cat([*loader]).tolist() == [*range(60)]
+
+
+class Lookup(Dataset[int]):
+    """Its keys hold a number."""
+
+    def __getitem__(self, key: Any) -> int:
+        return int(key[0])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("make", [lambda: [0], lambda: {0: 0}], ids=["list", "dict"])
+def test_a_batch_sampler_that_fills_the_keys_of_one_list_anew(num_workers: int, make: Callable[[], Any]) -> None:
+    """The same, one level further in."""
+
+    def batches() -> Iterator[Any]:
+        batch = [make() for _ in range(3)]
+        for first in range(0, 60, 3):
+            for place in range(3):
+                batch[place][0] = first + place
+            yield batch
+
+    loader = DataLoader(Lookup(), batch_sampler=batches(), num_workers=num_workers)  # type: ignore[arg-type]
+    assert torch.cat([*loader]).tolist() == [*range(60)]

@@ -44,6 +44,8 @@ from asyncloader.options import Options
 from asyncloader.protocols import namer
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
+_FILLED = (list, dict)
+"""Keys of samples that a sampler may fill anew for each batch."""
 
 
 class Run:
@@ -310,8 +312,8 @@ class Run:
             if keys is END:
                 self.plan_ended = True
                 return
-            if type(keys) is list:
-                keys = keys[:]  # some samplers fill one list anew for each batch
+            if type(keys) is list:  # some samplers fill one list anew for each batch, or lists in it
+                keys = [*map(copy, keys)] if keys and type(keys[0]) in _FILLED else keys[:]
             elif isinstance(keys, (list, np.ndarray)):
                 keys = copy(keys)  # or one array
             elif isinstance(keys, torch.Tensor):
