@@ -7,8 +7,8 @@ A sample is one moment of an episode: a frame of each camera, and where the grip
 side, on threads, and each worker keeps a few decoders open, which samples borrow. The training is stopped and resumed
 with another number of workers: its losses are those of the training that nobody stopped, to the bit. The videos are
 made here. Where FFmpeg is installed, torchcodec's `VideoDecoder(path, dimension_order="NHWC")` can take the place of
-`Video`: `decoder.get_frame_played_at(second).data`. With torchcodec 0.12 and 0.13, FFmpeg 5.1 and torch 2.13 for CPUs it
-was tried; wheels of torchcodec 0.16 and 0.17 on the index need torch for CUDA.
+`Video`: `decoder.get_frame_played_at(second).data`. With torchcodec 0.12 and 0.13, FFmpeg 5.1 and torch 2.13 for CPUs
+it was tried; wheels of torchcodec 0.16 and 0.17 on the index need torch for CUDA.
 """
 
 import asyncio
