@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,11 +87,20 @@ def end_all(grace_s: float) -> None:
 
 
 def interrupt(thread: threading.Thread) -> None:
-    """Have a thread raise SystemExit at its next line of Python, because the interpreter ends."""
+    """Have a thread raise SystemExit at its next line of Python, because the interpreter ends.
+
+    That line may be in a finalizer, which Python would have tell of it.
+    """
     global is_ending
-    is_ending = True
+    if not is_ending:
+        is_ending, sys.unraisablehook = True, partial(_tell_others, sys.unraisablehook)
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+def _tell_others(tell: Callable[[Any], object], unraisable: Any) -> None:
+    if unraisable.exc_type is not SystemExit:
+        tell(unraisable)
 
 
 def waited_for() -> list[threading.Thread]:

@@ -492,6 +492,26 @@ def test_a_thread_is_in_torch_at_the_end(run: Run, loaders: Any) -> None:
     assert (program.returncode, program.err) == (0, ""), program.explain("did not end well")
 
 
+@pytest.mark.destructors
+def test_a_thread_is_in_a_finalizer_at_the_end(run: Run) -> None:
+    """Python tells of what is raised there, and goes on: of the end nobody need hear."""
+    main = """
+class Last:
+    def __del__(self):
+        Long.__getitem__(self, 1)
+class Finalized(Long):
+    def __getitem__(self, index):
+        last = Last()
+        last.reached = self.reached
+        del last
+        return index
+iterator = begin(DataLoader(Finalized(), num_workers=1, worker_backend="thread"), "for")
+say("bye")
+"""
+    program = run(NUMBERS + LONG + main)
+    assert (program.returncode, program.err) == (0, ""), program.explain("did not end well")
+
+
 @pytest.mark.interpreter
 def test_a_coroutine_that_blocks_the_loop_does_not_hold_up_the_end(run: Run) -> None:
     """Nor keep workers alive, which the loop would have to end: the thread that ends the program kills them."""

@@ -113,6 +113,7 @@ class CtrlC:
         in_library = frame.f_code.co_filename.startswith(LIBRARY)
         if not in_library or frame.f_code.co_name == "stop":  # a finalizer, out of which nothing is raised
             return None
+        frame.f_trace = self._step  # without it, Python 3.13 does not look at instructions
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._last[frame] = frame.f_lasti  # it begins, or goes on after an `await`: there is no event for that opcode
         return self._step
