@@ -106,9 +106,9 @@ def is_resource(thing: Any) -> bool:
 def answers_of(iterator: Iterator[T_co]) -> Iterator[T_co]:
     """Return an iterator that asks another one, and does not iterate over it: ``for`` and `islice` do so each time.
 
-    Some iterators begin anew then: those of samplers that are their own iterators, as lhotse's are.
+    Some iterators begin anew then: those of samplers that are their own iterators, as lhotse's are. Python's do not.
     """
-    return map(next, repeat(iterator))
+    return iterator if type(iterator).__module__ == "builtins" else map(next, repeat(iterator))
 
 
 _OF_NOBODY = "_asyncloader_asks_whether_you_have_every_attribute"

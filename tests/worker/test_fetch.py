@@ -32,6 +32,19 @@ class Unbatched(Plain):
     __getitems__ = None
 
 
+class Shadowed(Plain):
+    """Has an attribute of its own by the method's name, which Python's brackets do not look at."""
+
+    def __init__(self) -> None:
+        self.__getitem__ = None  # type: ignore[assignment, method-assign]
+
+
+class Static:
+    """Is given the key alone."""
+
+    __getitem__ = staticmethod(str)
+
+
 class Stream(IterableDataset[int]):
     """Some numbers, and a note of how often it was asked for more."""
 
@@ -46,13 +59,22 @@ class Stream(IterableDataset[int]):
         self.asked += 1
 
 
-@pytest.mark.parametrize("dataset", [Plain(), Batched(), Unbatched()], ids=lambda dataset: type(dataset).__name__)
+DATASETS = [Plain(), Batched(), Unbatched(), Shadowed(), Static(), [*range(0, 80, 10)], range(0, 80, 10)]
+
+
+@pytest.mark.parametrize("dataset", DATASETS, ids=lambda dataset: type(dataset).__name__)
 @pytest.mark.parametrize(("auto_collation", "keys"), [(True, [3, 1, 2]), (True, []), (False, 7)])
 def test_map_style_as_torch(dataset: Any, auto_collation: bool, keys: Any) -> None:
     """Sample by sample, together where the dataset can, or a single one."""
     ours = fetching(dataset, auto_collation=auto_collation)
     theirs = torch_fetch._MapDatasetFetcher(dataset, auto_collation, lambda samples: samples, False)
     assert ours(keys) == theirs.fetch(keys)
+
+
+def test_what_has_no_brackets_is_no_dataset() -> None:
+    """Python says so."""
+    with pytest.raises(TypeError, match="'object' object is not subscriptable"):
+        fetching(object())([1])
 
 
 @pytest.mark.parametrize("length", [0, 4, 6, 7])
