@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
 GOOD = Verdict("#a7f3c0", "✔", "the desired result")
 SLOW = Verdict("#e9fcef", "◐", "the same, but notably slower than the fastest loader")
 LOUD = Verdict("#fcd34d", "!", "an error that says what happened")
-BAD = Verdict("#f28b82", "✘", "batches missing silently, a loop that hangs, or something left behind")
+BAD = Verdict("#f28b82", "✘", "samples missing or repeated silently, a loop that hangs, or something left behind")
 
 SLOWER_TIMES, SLOWER_S = 2, 0.5  # notably slower: takes more than so many times the least, and so much longer
 TIMES = re.compile(r"([\d.]+) s")
@@ -65,8 +65,8 @@ def write_table(cases: dict[str, Any], names: list[str], versions: dict[str, str
     for case, cells in cases.items():
         lines.append(f"| {CASES[case]} | {' | '.join(cell['words'] for cell in cells.values())} |")
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines += ["", f"Measured with {packages.replace('+cpu', '')}, Linux, two workers."]
-    lines += ["A program has 30 s, which are few for spawned workers (Grain's) on a busy machine.", ""]
+    lines += ["", f"Measured with {packages.replace('+cpu', '')}, Linux."]
+    lines += ["A program has 30 s, for resumes 300 s.", ""]
     page = DOCS / "faults.md"
     before, _, rest = page.read_text().partition(BEGIN)
     page.write_text(before + BEGIN + "\n".join(lines) + END + rest.partition(END)[2])
@@ -76,7 +76,7 @@ def draw_row(axis: Axes, at: int, what: str, cells: list[dict[str, Any]]) -> Non
     """What goes wrong, and a cell for each loader."""
     least_s = min((float(took[1]) for cell in cells if (took := TIMES.fullmatch(cell["words"]))), default=0.0)
     style = {"fontsize": 8, "va": "center", "linespacing": 1.15}
-    axis.text(0, -at - 0.5, textwrap.fill(what.replace("`", ""), 34, break_on_hyphens=False), **style)
+    axis.text(0, -at - 0.5, textwrap.fill(what.replace("`", ""), 32, break_on_hyphens=False), **style)
     for column, cell in enumerate(cells):
         left, verdict = HEAD_WIDTH + column * WIDTH, judge(cell, least_s)
         axis.add_patch(pyplot.Rectangle((left, -at), WIDTH, -1, facecolor=verdict.color, edgecolor="white"))

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
@@ -52,11 +53,16 @@ CASES = {
     "break": "The loop is left after one batch: seconds until the workers are gone",
     "trainer killed": "The trainer is killed (SIGKILL) while a worker is in a long sample: workers left after 2 s",
     "interrupt": "Ctrl-C while a sample hangs: seconds until the program has ended",
-    "resume": "States in the middle of a shuffled epoch with random augmentation, resumed with as many workers",
-    "resume elsewhere": "The same, resumed with one worker in place of two",
+    "resume": "States at every batch of a shuffled, augmented epoch, resumed",
+    "resume elsewhere": "The same, with one worker in place of two",
+    "resume on fewer ranks": "States at every step of two ranks, resumed on one",
+    "resume on more ranks": "The same of one rank, resumed on two",
 }
-BATCHES, BATCH_SIZE, FATAL, RESUMES = 16, 4, 30, 4
+BATCHES, BATCH_SIZE, FATAL = 16, 4, 30
 LIMIT_S = 30.0
+_WHOLE = list(range(BATCHES * BATCH_SIZE))
+_EXACT, _OTHER_DRAWS, _ONCE = "to the bit", "other random numbers", "each once"
+_WRONG, _LOST = "other samples", "lost or repeated"
 _MOST_ERRORS = 3
 _LEAK_BYTES = 8 << 20
 _LEAK_BOUND_MB = 200
@@ -78,8 +84,15 @@ class Adapter:
     """How the suite uses a loader. Only `make` has to be written; a loader without states raises in `state`."""
 
     def make(self, dataset: Dataset[float], case: str, *, num_workers: int = 2, shuffle: bool = False) -> Any:
-        """Return a loader of batches of 4, in order, with the options that the case needs, where there are some."""
+        """Return a loader of batches of 4, in order, with the options that the case needs, where there are some.
+
+        In the cases with ranks `rank` and `num_ranks` are given as well: which part of the epoch the loader has.
+        """
         raise NotImplementedError
+
+    def merge(self, states: list[Any]) -> Any:
+        """Return what each of another number of ranks goes on from, of the states of all ranks: the first one's."""
+        return states[0]
 
     def state(self, loader: Any, iterator: Any) -> Any:
         """Return the state of a loader of which `iterator` has given some batches."""
@@ -137,19 +150,15 @@ def _say(*event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
-def _module(loader: Any) -> str:
-    return type(loader).__module__.partition(".")[0]
-
-
 def _program(adapter: Adapter, case: str, flag: str) -> None:
     """Run one case; print what happens, a line each, as it happens."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell has started us in the background
     warnings.simplefilter("ignore")
-    if case.startswith("resume"):
-        _resume(adapter, num_workers=1 if case == "resume elsewhere" else 2)
-        return
     loader = adapter.make(Numbers(case, flag), case)
-    _say("made", _module(loader))
+    _say("made", type(loader).__module__.partition(".")[0])
+    if case.startswith("resume"):
+        _resume(adapter, case)
+        return
     iterator = iter(loader)
     del loader  # who leaves the loop has nothing of it
     errors = 0
@@ -170,24 +179,51 @@ def _program(adapter: Adapter, case: str, flag: str) -> None:
             return
 
 
-def _resume(adapter: Adapter, num_workers: int) -> None:
-    def make(seed: int, num_workers: int) -> Any:
-        torch.manual_seed(seed)
-        return adapter.make(Numbers("", ""), "resume", num_workers=num_workers, shuffle=True)
+def _resume(adapter: Adapter, case: str) -> None:
+    """Take states, of several ranks when all have given as many batches; go on from each."""
+    before, after = {"resume on fewer ranks": (2, 1), "resume on more ranks": (1, 2)}.get(case, (1, 1))
 
-    loader = make(0, 2)
-    _say("made", _module(loader))
-    iterator = iter(loader)
-    batches, states = [], []
-    for batch in iterator:
-        batches.append(list(map(float, batch)))
-        states.append(pickle.dumps(adapter.state(loader, iterator)))
-    for done in range(1, BATCHES, BATCHES // RESUMES):
-        rest = [
-            list(map(float, batch)) for batch in adapter.load(make(done, num_workers), pickle.loads(states[done - 1]))
-        ]
-        samples = [[list(map(math.floor, batch)) for batch in each] for each in (rest, batches[done:])]
-        _say("resumed", samples[0] == samples[1], rest == batches[done:])
+    def make(seed: int, num_ranks: int, num_workers: int = 2) -> Iterator[Any]:
+        for rank in range(num_ranks):
+            torch.manual_seed(seed)  # each would be a program of its own
+            ranks = {} if before == after else {"rank": rank, "num_ranks": num_ranks}
+            yield adapter.make(Numbers(case, ""), case, num_workers=num_workers, shuffle=True, **ranks)
+
+    loaders = list(make(0, before))
+    iterators = [iter(loader) for loader in loaders]
+    given: list[list[float]] = []
+    states: dict[int, bytes] = {}
+    for done in range(0, BATCHES + 1, max(before, after)):  # where a step ends with either number of ranks
+        while len(given) < done:
+            given += [list(map(float, next(iterator))) for iterator in iterators]
+        states[done] = pickle.dumps(adapter.merge(list(map(adapter.state, loaders, iterators))))
+    given += [list(map(float, batch)) for iterator in iterators for batch in iterator]  # should be none
+    for done, state in states.items():
+        try:
+            rest = [
+                list(map(float, batch))
+                for loader in make(done + 1, after, 1 if case == "resume elsewhere" else 2)
+                for batch in adapter.load(loader, pickle.loads(state))
+            ]
+        except Exception as error:
+            _say("resumed", f"`{type(error).__name__}`")
+            continue
+        _say("resumed", _compare(given[:done], rest, given[done:], in_order=before == after))
+
+
+def _compare(given: list[list[float]], rest: list[list[float]], tail: list[list[float]], in_order: bool) -> str:
+    if not tail and sorted(_samples(rest)) == _WHOLE:
+        rest = []  # a loader may go on with the next epoch
+    if not in_order:
+        return _ONCE if sorted(_samples(given + rest)) == _WHOLE else _LOST
+    if rest == tail:
+        return _EXACT
+    same = [_samples([batch]) for batch in rest] == [_samples([batch]) for batch in tail]
+    return _OTHER_DRAWS if same else _WRONG
+
+
+def _samples(batches: list[list[float]]) -> list[int]:
+    return [math.floor(number) for batch in batches for number in batch]
 
 
 # ----------------------------------------------------------------------------------------------------- in the parent
@@ -274,14 +310,13 @@ def _interrupt(process: subprocess.Popen[bytes], flag: Path, seen: dict[str, Any
     seen["seconds"] = _wait_ended([process.pid], LIMIT_S)
 
 
-_wait_long = partial(_wait, limit_s=5 * LIMIT_S)  # loaders are started five times
+_wait_long = partial(_wait, limit_s=10 * LIMIT_S)  # loaders are started up to 19 times
 _WATCHES: dict[str, Callable[..., None]] = {
     "leak": _weigh,
     "break": _watch_break,
     "trainer killed": _kill,
     "interrupt": _interrupt,
-    "resume": _wait_long,
-    "resume elsewhere": _wait_long,
+    **{case: _wait_long for case in CASES if case.startswith("resume")},
 }
 
 
@@ -326,13 +361,13 @@ def judge(case: str, events: list[Any], seen: dict[str, Any]) -> tuple[str, str]
     if "seconds" in seen:
         return ("bad", "not in time") if seen["seconds"] is None else ("good", f"{seen['seconds']:.2f} s")
     if case.startswith("resume"):
-        return _judge_resumes([event[1:] for event in events if event[0] == "resumed"], seen)
+        states = BATCHES // (2 if "ranks" in case else 1) + 1
+        return _judge_resumes([event[1] for event in events if event[0] == "resumed"], states, seen)
     batches = [event[1] for event in events if event[0] == "batch"]
-    samples = sorted(sample for batch in batches for sample in batch)
-    whole = list(range(BATCHES * BATCH_SIZE))
-    if samples == whole:
+    samples = sorted(_samples(batches))
+    if samples == _WHOLE:
         words = [f"all {BATCHES} batches"]
-    elif case == "skip" and samples == [sample for sample in whole if sample != FATAL]:
+    elif case == "skip" and samples == [sample for sample in _WHOLE if sample != FATAL]:
         words = ["all but the sample"]
     else:
         words = [f"{len(batches)} of {BATCHES} batches"]
@@ -346,17 +381,15 @@ def judge(case: str, events: list[Any], seen: dict[str, Any]) -> tuple[str, str]
     )
 
 
-def _judge_resumes(resumes: list[Any], seen: dict[str, Any]) -> tuple[str, str]:
-    if seen.get("hung"):
-        return "bad", "hangs"
-    if not resumes:
+def _judge_resumes(found: list[str], states: int, seen: dict[str, Any]) -> tuple[str, str]:
+    if not found and not seen.get("hung"):
         return "loud", "has no state, or refuses"
-    samples, exact = (sum(each[at] for each in resumes) for at in (0, 1))
-    if exact == RESUMES:
-        return "good", f"{exact} of {RESUMES}, to the bit"
-    if samples == RESUMES:
-        return "loud", f"{samples} of {RESUMES}, other random numbers"
-    return "bad", f"{samples} of {RESUMES} go on with the right samples"
+    words = [f"{count} {word}" for word, count in Counter(found).most_common()]
+    words += ["hangs"] if seen.get("hung") else []
+    told = ", ".join(words).replace(" ", f" of {states} ", 1)
+    if seen.get("hung") or {_WRONG, _LOST} & set(found):
+        return "bad", told
+    return "good" if len(found) == states and set(found) <= {_EXACT, _ONCE} else "loud", told
 
 
 # ------------------------------------------------------------------------------------- from the command line, in pytest

@@ -25,7 +25,7 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # thirteen programs, of which some wait for what hangs
+@pytest.mark.timeout(400)  # fifteen programs, of which some wait for what hangs
 def test_what_was_recorded_of_ours_is_true() -> None:
     """Each case, in a program of its own."""
     with ThreadPoolExecutor(2) as two_at_a_time:
@@ -44,6 +44,11 @@ def test_the_page_has_what_was_recorded() -> None:
     assert list(recorded()) == list(suite.CASES)
     for case, cells in recorded().items():
         assert f"\n| {suite.CASES[case]} | {' | '.join(cell['words'] for cell in cells.values())} |\n" in page
+
+
+EXACT, DRAWS, ONCE, REFUSED = (
+    ["resumed", words] for words in ("to the bit", "other random numbers", "each once", "`ValueError`")
+)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +70,15 @@ def test_the_page_has_what_was_recorded() -> None:
         ("leak", [], {"most_mb": 900}, ("loud", "900 MB")),
         ("leak", [["batch", [0]]], {"most_mb": 90, "hung": True}, ("bad", "1 of 16 batches, hangs")),
         ("resume", [], {"status": 1}, ("loud", "has no state, or refuses")),
-        ("resume", [["resumed", True, True]] * 4, {}, ("good", "4 of 4, to the bit")),
-        ("resume", [["resumed", True, False]] * 4, {}, ("loud", "4 of 4, other random numbers")),
-        ("resume", [["resumed", False, False]] * 4, {}, ("bad", "0 of 4 go on with the right samples")),
-        ("resume", [["resumed", True, True]] * 3, {"hung": True}, ("bad", "hangs")),
+        ("resume", [], {"hung": True}, ("bad", "hangs")),
+        ("resume", [EXACT] * 17, {}, ("good", "17 of 17 to the bit")),
+        ("resume", [EXACT] * 16, {"status": 1}, ("loud", "16 of 17 to the bit")),
+        ("resume", [EXACT] * 3, {"hung": True}, ("bad", "3 of 17 to the bit, hangs")),
+        ("resume", [EXACT, *[DRAWS] * 16], {}, ("loud", "16 of 17 other random numbers, 1 to the bit")),
+        ("resume", [*[EXACT] * 16, ["resumed", "other samples"]], {}, ("bad", "16 of 17 to the bit, 1 other samples")),
+        ("resume on fewer ranks", [ONCE] * 9, {}, ("good", "9 of 9 each once")),
+        ("resume on more ranks", [*[ONCE] * 5, *[REFUSED] * 4], {}, ("loud", "5 of 9 each once, 4 `ValueError`")),
+        ("resume on more ranks", [*[ONCE] * 8, ["resumed", "lost or repeated"]], {}, ("bad", None)),
     ],
 )
 def test_verdicts(case: str, events: list[Any], seen: dict[str, Any], verdict: tuple[str, str | None]) -> None:
@@ -101,6 +111,49 @@ def test_a_loader_may_print_what_it_likes(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "printing.py").write_text(PRINTS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     assert suite.run_case("printing:Prints", "killed")["verdict"] == "good"
+
+
+COUNTS = """
+from asyncloader.testing.suite import Adapter
+
+class Counts(Adapter):
+    def make(self, dataset, case, *, num_workers=2, shuffle=False, rank=0, num_ranks=1):
+        return [[first + each + 0.5 for each in range(4)] for first in range(4 * rank, 64, 4 * num_ranks)]
+
+    def state(self, loader, iterator):
+        return len(loader) - iterator.__length_hint__()
+
+    def load(self, loader, state):
+        return iter(loader[state:])
+
+class Sums(Counts):
+    def merge(self, states):
+        return sum(states)
+
+class Unranked(Counts):
+    def make(self, dataset, case, *, num_workers=2, shuffle=False):
+        return super().make(dataset, case)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapter", "case", "verdict"),
+    [
+        ("Counts", "resume", ("good", "17 of 17 to the bit")),
+        ("Counts", "resume on fewer ranks", ("bad", "8 of 9 lost or repeated, 1 each once")),
+        ("Sums", "resume on fewer ranks", ("good", "9 of 9 each once")),
+        ("Unranked", "resume on more ranks", ("loud", "has no state, or refuses")),
+    ],
+)
+def test_states_that_count_the_batches_of_a_rank(
+    adapter: str, case: str, verdict: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They serve as many ranks, and others if all ranks' are added up; with one rank's, samples come twice."""
+    (tmp_path / "counting.py").write_text(COUNTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    found = suite.run_case(f"counting:{adapter}", case)
+    assert (found["verdict"], found["words"]) == verdict
 
 
 LOSES = """
