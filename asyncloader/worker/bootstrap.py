@@ -121,7 +121,6 @@ def start(
         from asyncloader.worker.serve import serve
 
         source, heap, epoch = work()
-        del work
     except BaseException as error:
         import traceback
 

@@ -46,7 +46,6 @@ def serve(
         if epoch is None:  # this process was not forked: it is the first message
             epoch = cast(Any, transport.receive(wait=True))[1]
         loop = make_loop(worker_id, transport, epoch, opened(source))
-        del source
         loop.work()
         gc.collect()  # what the dataset holds in cycles runs its cleanup too
     except ParentGone:

@@ -227,3 +227,15 @@ def test_a_window_begins_when_workers_that_came_have_made_batches() -> None:
         at += 0.1
         controller.observe(at, controller.num_workers, figures(before, at, made=before + made))
         assert (controller._first is not None) == has_begun
+
+
+@pytest.mark.parametrize(("taken", "has_helped"), [(10, False), (11, True)])
+def test_windows_of_few_batches_are_exact_to_a_batch_each(taken: int, has_helped: bool) -> None:
+    """A third worker might add half of what two make, and has to add half of that: 12.5 after 10, if counts were exact."""
+    controller = Controller(deciders.options(most_computing=8, most_waiting=8), 2)
+    controller.observe(0.0, 2, figures(0))
+    controller.observe(1.0, 2, figures(10, waited=0.2, trained=0.8, made=10, work=2.0))
+    assert controller.num_workers == 3
+    controller.observe(2.0, 3, figures(13, waited=0.3, trained=0.9, made=13, work=2.6))
+    controller.observe(3.0, 3, figures(13 + taken, waited=0.9, trained=1.3, made=13 + taken, work=5.6))
+    assert (controller.reason != "more did not help") == has_helped
