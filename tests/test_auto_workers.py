@@ -124,17 +124,21 @@ def assert_refused_later(word: Any, meant: str, **options: Any) -> None:
             use(loader)
 
 
-def test_what_was_found_is_for_the_next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_was_found_is_for_the_next_epoch(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this loader. One that goes on from its state finds out by itself."""
     whims = Whims([3])
     monkeypatch.setattr("asyncloader.run.worker_iterator.Controller", lambda *args, **kwargs: whims)
-    loader = DataLoader(Drawing(), 2, num_workers="auto")
+    loader = DataLoader(Drawing(), 2, num_workers="auto", persistent_workers=persistent)
     iterator = iter(loader)
     for _ in range(20):
         next(iterator)
     assert loader.num_workers == 3
     list(iterator)
     assert (loader.num_workers, inside.options(loader).num_workers) == (3, 3)
+    iter(loader)
+    assert loader.stats().num_workers == 3
+    loader.close()
     resumed = DataLoader(Drawing(), 2, num_workers="auto")
     resumed.load_state_dict(loader.state_dict())
     assert resumed.num_workers == 2

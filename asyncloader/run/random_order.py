@@ -35,7 +35,7 @@ def indices(sampler: Any) -> Iterator[Any]:
     return iter(sampler)
 
 
-class Batches:
+class Batches(Iterator[list[Any]]):
     """Iterates as torch's BatchSampler does. A batch that an interrupt has come into is gone on with.
 
     Args:
@@ -55,9 +55,6 @@ class Batches:
         self._drop_last = sampler.drop_last
         self._progress = progress
         self._begun: list[Any] = []
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self
 
     def __next__(self) -> list[Any]:
         begun, size = self._begun, self.size
@@ -102,7 +99,7 @@ class DrawDue(BaseException):
         self.draw = draw
 
 
-class RandomOrder:
+class RandomOrder(Iterator[int]):
     """Iterates as torch's RandomSampler does: a permutation is drawn when the first index of it is asked for.
 
     Attributes:
@@ -119,9 +116,6 @@ class RandomOrder:
         self._num_whole = 0  # permutations to be drawn before the last one, of which a part is yielded; then -1
         self._order = np.empty(0, np.int64)
         self._at = 0  # in the order: the next index
-
-    def __iter__(self) -> Iterator[int]:
-        return self
 
     def __next__(self) -> int:
         if index := self.take(1):

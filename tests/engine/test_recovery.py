@@ -121,7 +121,7 @@ def test_a_storm_backs_off_and_an_outcome_ends_it(num_workers: int, losses: int)
     assert rests[:calm] == [0.0] * min(calm, losses)
     assert rests[calm:] == [min(0.02 * 2.0**k, 1.0) for k in range(losses - calm)]
     recovery.reset()
-    assert lose(recovery).rest_s == 0.0
+    assert [lose(recovery).rest_s for _ in range(calm + 1)] == [0.0] * calm + [0.02]
 
 
 @given(num_workers=st.integers(1, 8), ready_after=st.integers(0, 6))

@@ -286,3 +286,24 @@ def test_closing_drops_what_is_ready_and_wakes_who_waits() -> None:
     assert woken == [True]
     assert run.has_news()
     assert not run.handoff.ready
+
+
+def test_what_ends_a_run_is_raised_to_each_consumer_once() -> None:
+    """A loop that goes on after errors then comes to an end; for states, the epoch has not."""
+    run = begun(range(10)).run
+    run.stop(ValueError("no worker is left"))
+    raised: list[type[BaseException]] = []
+
+    def ask() -> None:
+        for _ in range(3):
+            with pytest.raises((ValueError, StopIteration)) as caught:
+                run.check()
+            raised.append(caught.type)
+
+    other = threading.Thread(target=ask)
+    other.start()
+    other.join()
+    ask()
+    assert raised == 2 * [ValueError, StopIteration, StopIteration]
+    run.progress.note_end()
+    assert not run.progress.finished

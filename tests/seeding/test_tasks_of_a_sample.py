@@ -62,21 +62,24 @@ class Coroutines(Parted):
         return await self.parts()
 
 
-def read(dataset: Any, num_workers: int) -> torch.Tensor:
+def read(dataset: Any, num_workers: int, seeding: Any) -> torch.Tensor:
     """Read an epoch with one seed."""
     torch.manual_seed(11)
-    return torch.cat(list(DataLoader(dataset, batch_size=5, num_workers=num_workers, seeding="sample")))
+    return torch.cat(list(DataLoader(dataset, batch_size=5, num_workers=num_workers, seeding=seeding)))
 
 
 @pytest.mark.leaks("the portal's loop keeps the threads of asyncio.to_thread for the next time")
 @pytest.mark.parametrize("on_threads", [False, True], ids=["on the loop", "on threads"])
-@pytest.mark.parametrize(("draw", "num_workers"), [(in_a_block, (1, 1, 2)), (from_its_own, (0, 0, 2))])
+@pytest.mark.parametrize(
+    ("draw", "num_workers", "seeding"),
+    [(in_a_block, (1, 1, 2), "sample"), (from_its_own, (0, 0, 2), "sample"), (from_its_own, (1, 1, 2), "worker")],
+)
 def test_it_does_not_matter_which_task_waits_longer(
-    draw: Any, num_workers: tuple[int, ...], on_threads: bool, caplog: pytest.LogCaptureFixture
+    draw: Any, num_workers: tuple[int, ...], seeding: str, on_threads: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without workers and with them; and no two draws are alike."""
     epochs = [
-        read(Coroutines(draw, slow, on_threads=on_threads, nested=True), number)
+        read(Coroutines(draw, slow, on_threads=on_threads, nested=True), number, seeding)
         for number, slow in zip(num_workers, (0, 2, 1), strict=True)
     ]
     assert torch.equal(epochs[0], epochs[1])
