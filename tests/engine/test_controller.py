@@ -231,7 +231,7 @@ def test_a_window_begins_when_workers_that_came_have_made_batches() -> None:
 
 @pytest.mark.parametrize(("taken", "has_helped"), [(10, False), (11, True)])
 def test_windows_of_few_batches_are_exact_to_a_batch_each(taken: int, has_helped: bool) -> None:
-    """A third worker might add half of what two make, and has to add half of that: 12.5 after 10, if counts were exact."""
+    """A third worker may add half of what two make, and has to add half of that: 12.5 after 10 if counts were exact."""
     controller = Controller(deciders.options(most_computing=8, most_waiting=8), 2)
     controller.observe(0.0, 2, figures(0))
     controller.observe(1.0, 2, figures(10, waited=0.2, trained=0.8, made=10, work=2.0))

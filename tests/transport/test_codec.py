@@ -11,6 +11,7 @@ import io
 import pickle
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -408,6 +409,16 @@ def test_tensors_that_share_memory_share_it_still(there_and_back: RoundTrip, siz
     new["views"][1].zero_()
     assert not any(bool(view.any()) for view in new["views"])
     assert bool(new["other"].any())
+
+
+def test_a_worker_lets_go_of_memory_that_tensors_share(there_and_back: RoundTrip) -> None:
+    """Once they are sent."""
+    array = np.arange(LARGE)
+    is_there = weakref.ref(array)
+    tensor = torch.from_numpy(array)
+    there_and_back([tensor, tensor[1:]])
+    del array, tensor
+    assert is_there() is None
 
 
 def test_views_of_a_large_tensor_bring_no_more_than_they_show(there_and_back: RoundTrip) -> None:
