@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextvars import Context
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +56,8 @@ def start(target: Callable[[], object], name: str, end: Callable[[], object] | N
     Raises:
         RuntimeError: if the system has no room for it.
     """
-    thread = threading.Thread(target=target, name=name, daemon=True)
+    # From Python 3.14 on a thread keeps its context, in which the dataset is known, for as long as there is a `Thread`.
+    thread = threading.Thread(target=partial(Context().run, target), name=name, daemon=True)
     adopt(thread, end)
     thread.start()
     return thread
