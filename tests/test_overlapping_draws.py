@@ -106,6 +106,8 @@ def run(dataset: Any, state: Any = None, stop: int | None = None, **options: Any
     """Return the batches of an epoch, or of its beginning, with the state there."""
     common = {"batch_size": 4, "shuffle": True, "collate_fn": list, "num_workers": 1, "seeding": "sample"}
     options = common | options
+    if options["num_workers"] and "worker_backend" not in options:
+        options["multiprocessing_context"] = "fork"  # what workers log goes where the trainer's log goes
     with left_alone():
         torch.manual_seed(3)
         loader = DataLoader(dataset, **options)

@@ -278,7 +278,8 @@ class Spins(torch.utils.data.Dataset[int]):
 @pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, DataLoader])
 def test_cpu_time_of_workers_that_are_kept_counts(kind: Any) -> None:
     """They are alive when the run is over."""
-    seen = measure.run(kind(Spins(), 2, num_workers=1, persistent_workers=True), None, seconds=0.5)
+    loader = kind(Spins(), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    seen = measure.run(loader, None, seconds=0.5)
     assert seen.cpu_s / (seen.batches + 1) > 0.008
 
 

@@ -194,7 +194,7 @@ def test_a_lock_that_another_thread_held_at_the_fork(caplog: pytest.LogCaptureFi
     thread = threading.Thread(target=hold)
     thread.start()
     assert is_held.wait(20)
-    iterator = iter(DataLoader(dataset, num_workers=1))
+    iterator = iter(DataLoader(dataset, num_workers=1, multiprocessing_context="fork"))
     consumer = threading.Thread(target=suppressed, args=(iterator,))
     consumer.start()
     thread.join()

@@ -196,5 +196,5 @@ def _state_of(loader: Any) -> Any:
 def test_torchs_loader_reads_streams_too() -> None:
     """Each worker its own shards."""
     stream = ShardedStream([range(20 * n, 20 * n + 20) for n in range(5)], lambda shard, start: shard[start:])
-    batches = [*TorchLoader(Shuffle(stream, 8), 4, num_workers=2)]
+    batches = [*TorchLoader(Shuffle(stream, 8), 4, num_workers=2, multiprocessing_context="fork")]
     assert sorted(torch.cat(batches).tolist()) == [*range(100)]

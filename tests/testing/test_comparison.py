@@ -267,7 +267,8 @@ def test_samples_of_every_kind_are_reproducible_and_resumable() -> None:
 def test_other_loaders_with_a_state_are_checked(num_workers: int) -> None:
     """torchdata's: it resumes a shuffled epoch, and one whose dataset keeps no state of its draws does not."""
     data: Any = range(10)
-    assert_resumable(lambda: StatefulDataLoader(data, 3, shuffle=True, num_workers=num_workers))
+    options: Any = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
+    assert_resumable(lambda: StatefulDataLoader(data, 3, shuffle=True, **options))
 
     class Forgets(Made):
         asked = 0
@@ -279,7 +280,7 @@ def test_other_loaders_with_a_state_are_checked(num_workers: int) -> None:
     with pytest.raises(
         AssertionError, match=r"^The state .*: batch [12] is not the same: it: [123] of [123] values differ"
     ):
-        assert_resumable(lambda: StatefulDataLoader(Forgets(int), 2, num_workers=num_workers))
+        assert_resumable(lambda: StatefulDataLoader(Forgets(int), 2, **options))
 
 
 def test_the_part_that_differs_is_told() -> None:
