@@ -381,7 +381,7 @@ def test_the_epoch_after_a_state_between_two_is_the_same_or_the_noise_is_named(
     def make() -> DataLoader[Any]:
         torch.manual_seed(5)
         options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "fork"}
-        return DataLoader(WithState(draw), batch_size=4, num_workers=1, **options)  # a pickle has a generator of its own
+        return DataLoader(WithState(draw), batch_size=4, num_workers=1, **options)  # a pickle has its own generator
 
     def listed(loader: Any) -> list[Any]:
         return [[part.tolist() for part in batch] for batch in loader]
