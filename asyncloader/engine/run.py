@@ -17,13 +17,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
-
-import numpy as np
-import torch
 
 from asyncloader.engine import exits
 from asyncloader.engine.actions import END, NOTHING, Ticket
@@ -38,14 +34,13 @@ from asyncloader.messages.failure import another
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Frozen, WorkerStart
+from asyncloader.messages.tickets import as_read, unpickled
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
 from asyncloader.protocols import namer
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
-_FILLED = (list, dict)
-"""Keys of samples that a sampler may fill anew for each batch."""
 
 
 class Run:
@@ -103,6 +98,8 @@ class Run:
         self._overlaps = options.overlaps
         self._names = namer(options.dataset, of_batches=options.auto_collation)
         self.begin_at(epoch.starts or {})
+        is_asked_for_keys = self.tracks or progress.knows_places
+        self._in_pickles = not (options.is_in_process or options.provider or is_asked_for_keys)
         self.limit: ErrorLimit = ErrorLimit(options, progress, meter.faults)
         self.handoff: Handoff[Item] = Handoff()
         self.taken: int = progress.now.position  # as if those before had been taken
@@ -312,12 +309,7 @@ class Run:
             if keys is END:
                 self.plan_ended = True
                 return
-            if type(keys) is list:  # some samplers fill one list anew for each batch, or lists in it
-                keys = [*map(copy, keys)] if keys and type(keys[0]) in _FILLED else keys[:]
-            elif isinstance(keys, (list, np.ndarray)):
-                keys = copy(keys)  # or one array
-            elif isinstance(keys, torch.Tensor):
-                keys = keys.clone()
+            keys = as_read(keys, in_pickles=self._in_pickles)
             # From here to the end of `append`, nothing looks for signals: either the keys are in the inbox, and
             # counted, or the plan has them.
             plan.keys = NOTHING
@@ -416,7 +408,7 @@ class Run:
 
     def named(self, ticket: Ticket) -> Ticket:
         """Return the ticket for a message: with what its samples are called in place of their keys."""
-        return replace(ticket, keys=self._names(ticket.keys))
+        return replace(ticket, keys=self._names(unpickled(ticket.keys)))
 
     def forget_given(self, worker: int) -> None:
         """Note that what a worker that is gone had been given was not made."""

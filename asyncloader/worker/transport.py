@@ -13,7 +13,7 @@ import asyncio
 import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter, process_time
 from typing import Any
@@ -25,7 +25,6 @@ from asyncloader.loops import GuardedLoop
 from asyncloader.messages.frames import Buffer
 from asyncloader.messages.messages import Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome, pack
-from asyncloader.messages.tickets import unpack_tickets
 from asyncloader.seeding.generators import unlock_in_child
 from asyncloader.seeding.seeder import seed_worker
 from asyncloader.transport import collate
@@ -150,17 +149,17 @@ class ProcessTransport(WorkerTransport):
         return kind, pickle.loads(body) if body else None
 
     def _tickets(self, body: Buffer) -> list[tuple[int, Any]]:
-        returned, tickets = unpack_tickets(body)
+        returned, tickets = pickle.loads(body)
         if self._heap is not None:
             self._heap.returned(returned)
             if not tickets:  # the answer to IDLE
                 self._heap.trim()
         return [(ticket, self._keys(pickled)) for ticket, pickled in tickets]
 
-    def _keys(self, pickled: Buffer) -> Any:
+    def _keys(self, pickled: Sequence[Buffer]) -> Any:
         """Unpickle keys; return what that raises as a `CapturedError` in their place."""
         try:
-            return pickle.loads(pickled)
+            return pickle.loads(b"".join(pickled))
         except BaseException as error:  # SystemExit too: it is that of the ticket
             return self.capture(error)
 

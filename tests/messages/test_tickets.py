@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from asyncloader.messages.tickets import pack_tickets, pickle_keys, pickle_tickets, unpack_tickets
+from asyncloader.messages.tickets import as_read, pack_tickets, pickle_keys, pickle_tickets, unpickled
 from tests.support.sameness import same
 
 LARGE = 1 << 17
@@ -81,9 +82,9 @@ def test_large_bytes_are_not_copied() -> None:
     assert any(part is large for part in parts)
     assert any(part is other for part in parts)
     assert not any(type(part) is memoryview for part in parts)
-    returned, tickets = unpack_tickets(b"".join(parts))
+    returned, tickets = pickle.loads(b"".join(parts))
     assert (returned, [number for number, _ in tickets]) == ([7], [0, 1, 2, 3, 4])
-    assert [pickle.loads(each) for _, each in tickets] == keys
+    assert [pickle.loads(b"".join(each)) for _, each in tickets] == keys
 
 
 def test_one_pickle_has_nothing_of_the_last() -> None:
@@ -119,3 +120,31 @@ def test_why_keys_cannot_be_pickled_is_in_no_cycle() -> None:
         assert kept() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("in_pickles", [False, True])
+@pytest.mark.parametrize("keys", [[3, 1, 2], [], [[3], [1]], np.arange(3), torch.arange(3), (3, 1)], ids=type)
+def test_keys_stay_as_they_were_read(keys: Any, in_pickles: bool) -> None:
+    """Whatever the sampler makes of them then, and by whichever way they go."""
+    before = deepcopy(keys)
+    read = as_read(keys, in_pickles=in_pickles)
+    if len(keys) and type(keys) is not tuple:
+        (keys[0] if type(keys[0]) is list else keys)[0] = 7
+    assert same(unpickled(read), before)
+    assert same(pickle.loads(b"".join(pickle_keys(read))), before)
+
+
+class Lost:
+    """Does not come out of its pickle."""
+
+    def __reduce__(self) -> Any:
+        return int, ("lost",)
+
+
+@pytest.mark.parametrize("other", [Lost(), lambda: 0], ids=["does not come out", "does not go in"])
+def test_what_only_begins_as_ints_fails_where_it_is_sent(other: Any) -> None:
+    """To read it, and to name it, raises nothing."""
+    read = as_read([1, other], in_pickles=True)
+    assert unpickled(read)
+    with pytest.raises((ValueError, AttributeError, pickle.PicklingError)):
+        pickle.loads(b"".join(pickle_keys(read)))

@@ -24,7 +24,6 @@ from asyncloader.loops import GuardedLoop
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import NO_RECORD, Outcome, pack
-from asyncloader.messages.tickets import unpack_tickets
 from asyncloader.transport.slab import SlabPool
 from tests.transport import wire
 
@@ -205,8 +204,8 @@ def make(slabs: SlabPool) -> Iterator[Make]:
 
 def tickets_of(process: Played) -> list[tuple[list[int], list[Any]]]:
     """Return what tickets were sent to a process: numbers and keys, message by message."""
-    bodies = [unpack_tickets(body) for kind, body in process.channel.sent if kind == Kind.TICKETS]
-    return [([ticket for ticket, _ in tickets], [pickle.loads(keys) for _, keys in tickets]) for _, tickets in bodies]
+    sent = [pickle.loads(body)[1] for kind, body in process.channel.sent if kind == Kind.TICKETS]
+    return [([ticket for ticket, _ in each], [pickle.loads(b"".join(keys)) for _, keys in each]) for each in sent]
 
 
 def frame_of(outcome: Outcome, epoch: int) -> tuple[int, bytes]:
