@@ -913,6 +913,15 @@ def test_only_the_batch_in_work_is_blamed() -> None:
     assert sent(scheduler.returned(0, 2)) == [(0, 4)]
 
 
+def test_a_worker_begins_with_what_it_was_sent_first() -> None:
+    """Though it was sent earlier batches later, those of a worker that is no longer there."""
+    scheduler = make(max_retries=0)
+    scheduler.planned(range(4))
+    assert sent(scheduler.lost(0)) == [(1, 0), (1, 2)]
+    actions = scheduler.vacated(gone(1))
+    assert [ticket.batch for action in actions if isinstance(action, Fail) for ticket in action.tickets] == [1]
+
+
 def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None:
     """What overlapped is done again one by one; then the worker has several again."""
     scheduler = make(num_at_start=1, prefetch=4, tickets_at_once=4, max_retries=0)

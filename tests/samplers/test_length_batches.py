@@ -49,9 +49,10 @@ def test_samples_of_a_batch_are_of_like_length_and_batches_in_any_order() -> Non
 
 
 def test_without_shuffling_windows_are_as_the_samples_lie() -> None:
-    """Each begins with its longest."""
-    lengths = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert list(LengthBatchSampler(lengths, max_tokens=8, window=4, shuffle=False)) == [
+    """Each begins with its longest; at first, padding is that of the first one."""
+    sampler = LengthBatchSampler([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=8, window=4, shuffle=False)
+    assert sampler.padding_share == pytest.approx(2 / 12)
+    assert list(sampler) == [
         [3, 2],
         [1, 0],
         [7],

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from asyncloader.messages.messages import WorkerSpec
@@ -81,3 +82,14 @@ def test_the_first_error_of_a_batch_stands_for_it(kinds: list[str], on_error: An
         assert job.fatal_at not in job.errors
         assert sorted(job.errors) == [at for at, kind in enumerate(kinds) if kind == "bad"]
         assert [at for at in job.samples if at is not None] == [at for at, kind in enumerate(kinds) if kind == "good"]
+
+
+def test_a_batch_without_samples_is_there_at_once() -> None:
+    """Nothing comes that could finish it."""
+    finished: list[Job] = []
+
+    async def run() -> None:
+        ByHand(maker_of(SPEC, is_exit), finished.append, pytest.fail).add(0, [])
+
+    asyncio.run(run())
+    assert [job.samples for job in finished] == [[]]
