@@ -49,8 +49,6 @@ _TORCHS = (
 SCALARS = (bool, int, float, str, type(None))
 """Plain values."""
 _PIECE = 1 << 18
-RANKS = ("rank", "world_size")
-"""Of a stream: between two epochs there may be others."""
 
 
 def of(thing: Any) -> dict[str, Any]:

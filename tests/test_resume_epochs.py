@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import BatchSampler, ConcatDataset, IterableDataset, Sampler, Subset
 
 from asyncloader import DataLoader
@@ -218,6 +219,20 @@ def test_another_epoch_that_is_set_after_a_load_begins(
     assert samples + rest_of_run(other) == in_epoch(7)
     for each in (loader, other):
         each.close()
+
+
+def test_what_is_seeded_before_another_epoch_begins_is_for_that_epoch() -> None:
+    """As if no state had been loaded."""
+    _, state = part_of_run(make("shown", 0, False, shuffle=True), PART)
+    drawn = []
+    for is_resumed in (True, False):
+        loader = make("shown", 0, False, shuffle=True)
+        if is_resumed:
+            loader.load_state_dict(state)
+        torch.manual_seed(7)
+        loader.set_epoch(6)
+        drawn.append((rest_of_run(loader), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.covering(2)

@@ -74,7 +74,7 @@ def check(state: LoaderState, options: Options) -> None:
         identity.check(*({name: [one["kind"] for one in each]} for each in (ours, now)))
         for one, other in zip(ours, now, strict=True):
             free = {"lengths", "by"} if has_more_sources(one, other.get("lengths", [])) else set()
-            identity.check(one, other, free=free | set(identity.RANKS) if state.is_between_runs else free)
+            identity.check(one, other, free=free)
 
 
 def describe(options: Options) -> dict[str, Any]:

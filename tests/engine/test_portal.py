@@ -111,6 +111,22 @@ def test_a_call_after_the_last_turn_of_the_loop_is_told_that_it_is_over(monkeypa
         too_late.result(5)
 
 
+def test_a_task_that_goes_on_though_it_is_cancelled_does_not_keep_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset may have begun it, and never awaited it."""
+
+    async def go_on() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    monkeypatch.setattr("asyncloader.engine.portal._CANCELLED_WITHIN_S", 0.01)
+    portal = Portal()
+    task: Any = portal.call(lambda: portal.loop.create_task(go_on())).result(5)
+    task._log_destroy_pending = False
+    portal.close()
+    assert portal.loop.is_closed()
+
+
 def _interrupted_where_a_lock_is_taken(call: Callable[[], object]) -> int:
     """Raise KeyboardInterrupt where the function that takes a future's lock returns; return how often that was."""
     count = 0

@@ -106,3 +106,14 @@ def test_an_interrupt_at_each_moment_of_the_first_answer(owns_generator: bool) -
         if not was_hit:
             return
     pytest.fail("there is no end of it")
+
+
+@pytest.mark.parametrize(("drop_last", "num_missing"), [(False, 3), (True, 2)])
+def test_how_many_indices_the_next_batch_is_short_of(drop_last: bool, num_missing: int) -> None:
+    """Of the size that it will have, if that is changed."""
+    sampler = BatchSampler(range(10), 2, drop_last)
+    batches = Batches(iter(range(10)), sampler, Progress())
+    assert next(batches) == [0, 1]
+    sampler.batch_size = 3
+    assert batches.num_missing == num_missing
+    assert len(next(batches)) == num_missing
