@@ -159,8 +159,9 @@ class Encoder:
 
     def _forget_places(self) -> None:
         """Copies that were not sent are free again with this: nothing refers to them."""
-        for placed in (self._entries, self._raw, self._copies):
-            placed.clear()
+        self._entries.clear()
+        self._raw.clear()
+        self._copies.clear()
 
     # ---------------------------------------------------------------------------------------------------- framing
     def _framed(self, stream: bytes) -> list[Any]:

@@ -123,7 +123,9 @@ class BatchMaker:
     collate: Callable[[Any], Any]
     _is_batched: bool
     _is_plain = False
-    """A batch is fetched and collated, and that is all: most are, where nothing is seeded."""
+    """A batch is seeded for, if batches are, fetched and collated, and that is all: most are."""
+    _seeds: bool
+    """Each batch is seeded for here, or each of its samples; otherwise blocks are at most."""
     _is_known = False
     """A batch was looked at, and has not to be awaited."""
     ticket: int = 0
@@ -233,7 +235,8 @@ class BatchMaker:
                 if spec.is_iterable:
                     tell(listeners(dataset), start.epochs, again=True)
             self._find_generators()
-            is_special = self._seeds or spec.knows_places or spec.tolerates or self.keeper is not None
+            self._seeds = spec.seeds_each_batch or spec.seeds_each_sample
+            is_special = spec.knows_places or spec.tolerates or self.keeper is not None
             self._may_be_plain = self._is_batched and not is_special
             self._is_plain = self._may_be_plain and self._is_known
             (open_source or self.open_fetcher)(dataset)
@@ -280,11 +283,6 @@ class BatchMaker:
             self.switch = GeneratorSwitch(self.seeder, warns=not self._id)  # one warning is enough
         elif self.spec.shares_generators and not self._id:
             self.switch = DrawWatch(self.seeder, is_alone=self.host.is_remote)
-
-    @property
-    def _seeds(self) -> bool:
-        """Whether each batch is seeded here, or each of its samples; otherwise blocks are at most."""
-        return self.spec.seeds_each_batch or self.spec.seeds_each_sample
 
     def pause_with(self, pause: Callable[[], object] | None) -> None:
         """Have this called after each sample that `make` gets."""
@@ -347,6 +345,8 @@ class BatchMaker:
         outside = current.set(here)
         try:
             if self._is_plain:
+                if self._seeds:
+                    self.seeder(number)
                 samples = self._fetch(keys, here)
                 self.fetched = perf_counter()
                 self.count = length_hint(samples, 1)
