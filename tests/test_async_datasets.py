@@ -218,6 +218,13 @@ late_places = pytest.mark.parametrize(
 )
 
 
+@places
+def test_plain_samples_beside_awaited_ones(place: dict[str, Any]) -> None:
+    """Of a dataset that has both inside."""
+    dataset = ConcatDataset([Squares(), range(3)])  # type: ignore[list-item]
+    assert flat(DataLoader(dataset, batch_size=4, **place)) == [*(i * i for i in range(20)), 0, 1, 2]
+
+
 @late_places
 def test_samples_that_may_be_awaited_are_samples_like_others(place: dict[str, Any]) -> None:
     """As with torch's loader: `collate_fn` is given them."""

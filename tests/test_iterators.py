@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
+from asyncloader.engine.engine import Engine
 from asyncloader.engine.portal import get_portal
 from asyncloader.errors import LoaderClosedError
 from asyncloader.run import base_iterator
@@ -194,6 +195,33 @@ async def test_a_dropped_iterator_without_workers_is_gone_after_an_error(face: s
         gone = weakref.ref(iterator)
         del iterator
         await asyncio.to_thread(wait_until, lambda: gone() is None)
+
+
+async def test_a_dropped_iterator_whose_workers_could_not_be_started_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its consumer was told refers to nothing that keeps it."""
+
+    def start(self: Engine) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(Engine, "start", start)
+    with no_collection():
+        iterator = aiter(numbers(1))
+        with pytest.raises(OSError, match="no room"):
+            await anext(iterator)
+        gone = weakref.ref(iterator)
+        del iterator
+        await asyncio.to_thread(wait_until, lambda: gone() is None)
+
+
+def test_what_is_raised_because_the_program_ends_comes_out_of_iter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no iterator that nobody would make batches for."""
+
+    def start(self: Engine) -> None:
+        raise LoaderClosedError("the interpreter is exiting")
+
+    monkeypatch.setattr(Engine, "start", start)
+    with pytest.raises(LoaderClosedError, match="exiting"):
+        iter(numbers(1))
 
 
 @WORKERS

@@ -239,3 +239,17 @@ def test_windows_of_few_batches_are_exact_to_a_batch_each(taken: int, has_helped
     controller.observe(2.0, 3, figures(13, waited=0.3, trained=0.9, made=13, work=2.6))
     controller.observe(3.0, 3, figures(13 + taken, waited=0.9, trained=1.3, made=13 + taken, work=5.6))
     assert (controller.reason != "more did not help") == has_helped
+
+
+def test_a_worker_that_is_missed_comes_back_at_once_and_stays() -> None:
+    """Its batches were not all alike, and the mean had asked for fewer."""
+    controller = Controller(deciders.options(most_computing=8, most_waiting=8), 3)
+    controller.observe(0.0, 3, figures(0))
+    controller.observe(1.0, 3, figures(10, trained=1.0, made=10, work=1.5))
+    assert controller.num_workers == 2
+    controller.observe(2.0, 2, figures(12, trained=1.2, made=12, work=1.8))
+    controller.observe(3.0, 2, figures(22, waited=0.1, trained=2.1, made=22, work=3.3))
+    assert (controller.num_workers, controller.reason) == (3, "training waits with fewer")
+    controller.observe(4.0, 3, figures(25, waited=0.1, trained=2.4, made=25, work=3.75))
+    controller.observe(5.0, 3, figures(35, waited=0.1, trained=3.4, made=35, work=5.25))
+    assert controller.num_workers == 3

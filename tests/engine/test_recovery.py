@@ -99,6 +99,14 @@ def test_a_worker_that_died_is_replaced_at_once_and_named() -> None:
     assert "1, 2" in str(error)
 
 
+def test_each_death_is_logged_though_no_batch_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """With what the worker said last."""
+    lose(Recovery(MAP), Gone(output=bytearray(b"free(): invalid pointer")))
+    (record,) = caplog.records
+    assert "SIGKILL" in record.message
+    assert "invalid pointer" in record.message
+
+
 def test_one_that_was_not_ready_had_begun_with_nothing() -> None:
     """The scheduler blames no ticket for it."""
     assert not lose(Recovery(MAP), Gone(is_ready=False)).was_ready
@@ -140,10 +148,11 @@ def test_workers_that_never_come_up_end_it(num_workers: int, ready_after: int) -
     assert "boom" in str(error)
 
 
-def test_one_that_could_not_be_set_up_ends_it_at_once() -> None:
-    """Every other would end in the same way."""
+def test_one_that_could_not_be_set_up_ends_it_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Every other would end in the same way. It is an error, and no death."""
     gone = Gone(why_no_other=WorkerStartError("no such module"), is_ready=False, exitcode=1)
     assert Recovery(MAP).died(gone, None, is_active=True) == [("give up", gone.why_no_other)]
+    assert not caplog.records
 
 
 def test_one_that_was_to_join_and_ends_at_its_start_is_tried_again() -> None:

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.worker.job import Job
 from asyncloader.worker.overlap import Overlap
+from asyncloader.worker.thread_fetcher import ThreadFetcher
 from tests.support import effort
+from tests.support.patience import until
 from tests.worker.fetching import maker_of
 
 SPEC = WorkerSpec(None, False, True, list, False, None, 1, 0, False, is_async=True, samples_at_once=100)
@@ -93,3 +95,40 @@ def test_a_batch_without_samples_is_there_at_once() -> None:
 
     asyncio.run(run())
     assert [job.samples for job in finished] == [[]]
+
+
+def test_samples_that_were_not_asked_for_are_left_out_of_a_batch_that_is_lost() -> None:
+    """Where there are fewer slots than samples: nobody waits for them."""
+    finished: list[Job] = []
+
+    class OneByOne(Overlap):
+        def _fill(self) -> None:
+            for job in self._waiting:
+                if not job.pending:
+                    job.pending[job.started] = None
+                    job.started += 1
+
+    async def run() -> None:
+        overlap = OneByOne(maker_of(SPEC, is_exit), finished.append, pytest.fail)
+        overlap.add(0, [0, 1])
+        (job,) = overlap._jobs.values()
+        overlap._take(job, 0, None, ValueError(0))
+
+    asyncio.run(run())
+    assert [job.fatal_at for job in finished] == [0]
+
+
+def test_a_batch_begins_when_a_thread_takes_its_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when that was put into the queue."""
+    monkeypatch.setattr("asyncloader.worker.thread_fetcher.perf_counter", lambda: 7.0)
+    finished: list[Job] = []
+
+    async def run() -> None:
+        spec = replace(SPEC, is_async=False, samples_at_once=1)
+        fetcher = ThreadFetcher(range(4), maker_of(spec, is_exit), finished.append, pytest.fail)
+        fetcher.add(0, [1, 2])
+        await until(lambda: finished)
+        await fetcher.aclose()
+
+    asyncio.run(run())
+    assert [(job.began, job.samples) for job in finished] == [(7.0, [1, 2])]
