@@ -25,8 +25,8 @@ class _Pickle(list[Buffer]):
     """A pickle in parts. Bytes from 64 KiB on are the objects that were pickled, and not copies."""
 
     def write(self, part: Buffer) -> None:
-        """Add a part. Memory of an object that is not told, as that of a long text, is copied: it may be freed."""
-        self.append(bytes(part) if type(part) is memoryview else part)
+        """Add a part."""
+        self.append(part)
 
 
 def as_read(keys: Any, *, in_pickles: bool) -> Any:

@@ -243,7 +243,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         plan, first = self._epoch_plan(), run.start["unit"]
         number = run.start["window"]
         # An order that can be changed stays as it is before the run, too.
-        self.sampler._is_begun, self.sampler._planned = True, plan.begin(number + (first > 0))
+        self.sampler._is_begun, self.sampler._planned = True, plan.begin(number)
         while plan.count is None or number < plan.count:
             self.sampler._planned = plan.begin(number + 1)  # before the order is looked at, which stays as it is then
             window = self._plan_window(plan, number)

@@ -25,6 +25,7 @@ from asyncloader.messages.snapshot import Pace, WorkerStart
 from asyncloader.messages.tickets import pickle_tickets
 from asyncloader.observe.meter import Meter
 from asyncloader.run.plan import Plan
+from tests.engine.test_recovery import lose
 from tests.support import deciders, inside
 from tests.support.patience import until
 
@@ -150,6 +151,15 @@ async def test_outcomes_of_one_turn_of_the_loop_are_settled_together() -> None:
     assert len(driven.pool.sent) == 2
     await asyncio.sleep(0)
     assert driven.pool.sent[2:] == [(0, [4, 6]), (1, [5])]
+
+
+async def test_batches_that_come_end_a_storm_of_deaths() -> None:
+    """The next worker that dies is replaced at once."""
+    driven = Driven()
+    driven.plan([0])
+    rests = [lose(driven.engine.recovery).rest_s for _ in range(9)]
+    driven.answer(0, 0)
+    assert (rests[-1] > 0, lose(driven.engine.recovery).rest_s) == (True, 0)
 
 
 async def test_batches_that_have_come_are_handed_over_before_an_error() -> None:

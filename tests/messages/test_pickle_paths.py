@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import pickle
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import Subset
 
 from asyncloader import DataLoader
-from asyncloader.messages.pickled_spec import pickle_by_value
+from asyncloader.messages.pickled_spec import PickledSpec, pickle_by_value
 from asyncloader.worker.serve import opened
 from tests.support.nursery import Program
 
@@ -159,3 +160,11 @@ if __name__ == "__main__":
     )
     assert "attribute 'Numbers'" in program.err
     assert ABOVE in program.err
+
+
+def test_a_lock_can_be_pickled_with_a_dataset_alone() -> None:
+    """As multiprocessing has it: to a process that is being launched."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    PickledSpec(lock).close()
+    with pytest.raises(RuntimeError, match="inheritance"):
+        pickle.dumps(lock)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from asyncloader.messages import snapshot as module
-from asyncloader.messages.snapshot import Frozen, Keeper, Untold, WorkerStart
+from asyncloader.messages.snapshot import Frozen, Keeper, Untold, WorkerStart, as_plain
 
 
 class Counts:
@@ -61,3 +62,9 @@ def test_states_of_streams_are_taken_as_seldom_as_the_user_says(monkeypatch: pyt
     keeper.attach(iter(dataset))
     found = [number for number in range(1, 6_000) if keeper.take() is not None]
     assert found == [1, 2501, 5001]
+
+
+def test_places_are_written_down_by_the_workers_numbers() -> None:
+    """Whichever worker came last."""
+    starts = {1: WorkerStart(5), 0: WorkerStart(3)}
+    assert [start[0] for start in json.loads(as_plain(starts))] == [3, 5]

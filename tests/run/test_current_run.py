@@ -171,8 +171,8 @@ def test_a_look_between_a_load_and_the_loop(kind: str, persistent: bool, caplog:
 
 @pytest.mark.parametrize("kind", ["workers", "threads"])
 def test_a_look_that_restarts_a_loop(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Persistent workers have one iterator, as torch's: a warning says so. Loops that are left, or over, and begun anew are
-    not meant by it."""
+    """Persistent workers have one iterator, as torch's: a warning says so. Loops that are left, or over, and begun anew
+    are not meant by it."""
     loader = numbers(kind, persistent_workers=True)
     for _ in range(3):
         for number, _ in enumerate(loader):

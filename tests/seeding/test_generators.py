@@ -115,3 +115,11 @@ def test_draws_are_told_from_seeds(generator: Any) -> None:
             seed(count)
             generator.random() if isinstance(generator, random.Random) else generator.random_sample()
             assert is_set_since(generator, mark)
+
+
+def test_of_other_kinds_nobody_knows_how_far_they_were_drawn_from() -> None:
+    """So they count as not seeded."""
+    generator = np.random.RandomState(np.random.PCG64(3))
+    mark = mark_of(generator)
+    generator.random_sample()
+    assert not is_set_since(generator, mark)

@@ -141,6 +141,7 @@ BATCHES: dict[str, Callable[[], Any]] = {
     "floats": lambda: [0.1, float("inf"), float("nan"), -0.0],
     "int and complex": lambda: [1, 2j],
     "int and None": lambda: [1, None],
+    "int and list": lambda: [1, [2, 3]],
     "float and text": lambda: [1.0, "a"],
     "int and tensor": lambda: [1, torch.tensor(2)],
     "int and numpy's": lambda: [1, np.int32(2)],
