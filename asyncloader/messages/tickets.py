@@ -44,7 +44,9 @@ def as_read(keys: Any, *, in_pickles: bool) -> Any:
                 return _Pickle([pickle.dumps(keys, 5)])
             except Exception:  # it is told when they are sent
                 pass
-        return [*map(copy, keys)] if kind in (list, dict) else keys[:]
+        if kind in (list, dict):
+            return [each.copy() if type(each) in (list, dict) else each for each in keys]
+        return keys[:]
     if isinstance(keys, (list, np.ndarray)):
         return copy(keys)
     return keys.clone() if isinstance(keys, torch.Tensor) else keys

@@ -6,6 +6,7 @@ import gc
 import pickle
 import weakref
 from copy import deepcopy
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,16 @@ def test_keys_stay_as_they_were_read(keys: Any, in_pickles: bool) -> None:
         (keys[0] if type(keys[0]) is list else keys)[0] = 7
     assert same(unpickled(read), before)
     assert same(pickle.loads(b"".join(pickle_keys(read))), before)
+
+
+@pytest.mark.parametrize("first", [[3], {3: 1}])
+def test_keys_among_lists_that_cannot_be_copied_are_as_they_are(first: Any) -> None:
+    """Threads may have them."""
+    lock = Lock()
+    read = as_read([first, lock], in_pickles=False)
+    assert read[0] == first
+    assert read[0] is not first
+    assert read[1] is lock
 
 
 class Lost:

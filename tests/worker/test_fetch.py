@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial, singledispatchmethod
 from typing import Any
 
 import pytest
@@ -42,7 +44,29 @@ class Shadowed(Plain):
 class Static:
     """Is given the key alone."""
 
-    __getitem__ = staticmethod(str)
+    @staticmethod
+    def __getitem__(key: int) -> Any:
+        return key * 10
+
+
+class ByKind:
+    """Python binds its method otherwise than a function."""
+
+    @singledispatchmethod
+    def __getitem__(self, key: Any) -> Any:
+        raise KeyError(key)
+
+    @__getitem__.register
+    def _(self, key: int) -> Any:
+        return key * 10
+
+
+class Closed(Plain):
+    """Becomes another class when it is first used."""
+
+    def __getitem__(self, key: int) -> Any:
+        self.__class__ = Plain
+        return key
 
 
 class Stream(IterableDataset[int]):
@@ -59,22 +83,24 @@ class Stream(IterableDataset[int]):
         self.asked += 1
 
 
-DATASETS = [Plain(), Batched(), Unbatched(), Shadowed(), Static(), [*range(0, 80, 10)], range(0, 80, 10)]
+ALL = (Plain, Batched, Unbatched, Shadowed, Static, ByKind, Closed)
+NUMBERS = range(0, 80, 10)
 
 
-@pytest.mark.parametrize("dataset", DATASETS, ids=lambda dataset: type(dataset).__name__)
+@pytest.mark.parametrize("make", [*ALL, partial(list, NUMBERS), lambda: NUMBERS, lambda: None])
 @pytest.mark.parametrize(("auto_collation", "keys"), [(True, [3, 1, 2]), (True, []), (False, 7)])
-def test_map_style_as_torch(dataset: Any, auto_collation: bool, keys: Any) -> None:
-    """Sample by sample, together where the dataset can, or a single one."""
-    ours = fetching(dataset, auto_collation=auto_collation)
-    theirs = torch_fetch._MapDatasetFetcher(dataset, auto_collation, lambda samples: samples, False)
-    assert ours(keys) == theirs.fetch(keys)
+def test_map_style_as_torch(make: Callable[[], Any], auto_collation: bool, keys: Any) -> None:
+    """Sample by sample, together where the dataset can, or a single one; and what raises, raises the same."""
+    ours = fetching(make(), auto_collation=auto_collation)
+    theirs = torch_fetch._MapDatasetFetcher(make(), auto_collation, lambda samples: samples, False)
 
+    def result(fetch: Any) -> Any:
+        try:
+            return fetch(keys)
+        except TypeError as error:
+            return str(error)
 
-def test_what_has_no_brackets_is_no_dataset() -> None:
-    """Python says so."""
-    with pytest.raises(TypeError, match="'object' object is not subscriptable"):
-        fetching(object())([1])
+    assert result(ours) == result(theirs.fetch)
 
 
 @pytest.mark.parametrize("length", [0, 4, 6, 7])
