@@ -197,7 +197,7 @@ def _collate_numbers(
     if type(batch[0]) is kind:  # bools are ints as well, and make a tensor of bools
         try:
             return frombuffer(array(code, batch), dtype=dtype)
-        except Exception:
+        except (ValueError, TypeError, OverflowError, RuntimeError):
             pass
     return torchs(batch, collate_fn_map=collate_fn_map)
 

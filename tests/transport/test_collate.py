@@ -208,6 +208,19 @@ def test_any_list_of_numbers_is_collated_as_by_torch(batch: list[Any]) -> None:
     assert_same(outcome(collate.recycling_collate(default_collate), batch), outcome(default_collate, batch))
 
 
+class Late:
+    """A signal comes while its number is asked for, and the handler raises."""
+
+    def __index__(self) -> int:
+        raise TimeoutError("too late")
+
+
+def test_what_the_handler_of_a_signal_raises_meanwhile_is_not_lost() -> None:
+    """It is no reason to ask torch."""
+    with pytest.raises(TimeoutError, match="too late"):
+        collate.recycling_collate(default_collate)([1, Late()])
+
+
 def test_results_do_not_lie_in_torchs_shared_memory(installed: tuple[Encoder, Heap]) -> None:
     """torch's own functions would make a file for each tensor."""
     assert get_worker_info() is not None
