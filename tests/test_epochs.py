@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DistributedSampler, IterableDataset, Subset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.samplers import ElasticSampler
@@ -358,3 +360,17 @@ def test_an_epoch_that_is_set_between_iter_and_the_first_batch(num_workers: int)
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in resumed] == rest
     assert len({sample for batch in batches + rest for sample in batch}) == 12
+
+
+@pytest.mark.processes
+def test_a_pipe_is_shuffled_anew_in_each_epoch_of_persistent_workers() -> None:
+    """By a seed that is drawn for each."""
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe = IterableWrapper(range(12)).shuffle()
+        loader = DataLoader(pipe, 12, shuffle=True, num_workers=1, persistent_workers=True)
+        epochs = [batch.tolist() for _ in range(2) for batch in loader]
+    loader.close()
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(12)]
+    assert epochs[0] != epochs[1]

@@ -256,7 +256,7 @@ class Meter:
             samples=round(found["samples"].total_s),
             bytes=round(found["bytes"].total_s),
             elapsed_s=self.taken_at - self._began if count else 0.0,
-            first_batch_s=self._first_at - self._began if count else 0.0,
+            first_batch_s=max(0.0, self._first_at - self._began),  # another thread may be at the first one
             training_s=found["training"].total_s,
             main_cpu_s=max(0.0, main_cpu_s - cpu_s * bool(self._options.get("in_process"))),
             waiting=Waiting(

@@ -18,6 +18,7 @@ import rich.progress
 import tqdm.asyncio
 
 from asyncloader import DataLoader, LoaderStats
+from asyncloader.observe.meter import Meter
 from asyncloader.observe.timing import Timing, show_bytes
 from tests.support.loads import Load
 
@@ -195,3 +196,18 @@ def test_progress_bars_know_the_total(num_workers: int, monkeypatch: pytest.Monk
 def test_bytes_are_written_with_two_or_three_digits(count: int, shown: str) -> None:
     """Two or three digits."""
     assert show_bytes(count) == shown
+
+
+def test_a_look_while_another_thread_counts_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No figure is less than nothing."""
+    meter, looks = Meter(0, 0, 1), []
+
+    def process_time() -> float:  # is asked when the batch is counted
+        looks.append(meter.stats())
+        return time.process_time()
+
+    monkeypatch.setattr("asyncloader.observe.meter.process_time", process_time)
+    now = time.perf_counter()
+    meter.add([0, 1, now, now, now, now])
+    assert [(stats.batches, stats.first_batch_s) for stats in looks] == [(1, 0.0)]
+    assert meter.stats().first_batch_s > 0

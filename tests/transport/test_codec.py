@@ -411,6 +411,13 @@ def test_tensors_that_share_memory_share_it_still(there_and_back: RoundTrip, siz
     assert bool(new["other"].any())
 
 
+def test_small_buffers_travel_in_the_pickle() -> None:
+    """To find a place for one takes longer than to copy it."""
+    small, large = (Encoder(None).encode(pa.py_buffer(bytes(count))) for count in (4, LARGE))
+    assert len(small) == 1
+    assert len(large) > 1
+
+
 def test_a_worker_lets_go_of_memory_that_tensors_share(there_and_back: RoundTrip) -> None:
     """Once they are sent."""
     array = np.arange(LARGE)
