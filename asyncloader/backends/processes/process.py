@@ -49,7 +49,7 @@ _children: set[BaseProcess] = cast(Any, multiprocessing.process)._children
 
 _OUTPUT_BYTES = 64 << 10
 _STACK_QUIET_S = 0.03
-_EXITCODE_TRIES = 50
+_EXITCODE_TRIES = {True: 50, False: 1000}  # by whether the end is expected: then hardly anybody asks; a millisecond each
 _UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
 _REAPED_WITHIN_S = 1.0
 _DESCRIPTORS = 21  # open at once at most while a worker is started, by us and by multiprocessing
@@ -259,7 +259,7 @@ class WorkerProcess(Worker):
             return
         self._kill_group()  # children that it left behind
         self.exitcode: int | None = self._find_exitcode()
-        if self.exitcode is None and tries < _EXITCODE_TRIES:
+        if self.exitcode is None and tries < _EXITCODE_TRIES[self._may_end]:
             if "pid" in self._descriptors:
                 self._loop.remove_reader(self._descriptors["pid"])
             self._loop.call_later(0.001, self._on_exit, tries + 1)

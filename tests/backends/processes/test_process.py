@@ -23,7 +23,7 @@ from asyncloader import DataLoader
 from asyncloader.backends.processes import pool, process
 from asyncloader.backends.worker import WorkerState
 from asyncloader.engine.portal import get_portal
-from asyncloader.errors import LoaderClosedError
+from asyncloader.errors import LoaderClosedError, WorkerDiedError
 from tests.support import inside
 
 
@@ -454,3 +454,23 @@ def test_a_source_that_takes_long_to_open(monkeypatch: pytest.MonkeyPatch, ups: 
     loader = DataLoader(Squares(), num_workers=2, multiprocessing_context="fork")
     assert squares_of(loader) == [index**2 for index in range(8)]
     assert loader.stats().faults.replacements == 0
+
+
+class Exits(Squares):
+    def __getitem__(self, index: int) -> int:
+        os._exit(4)
+
+
+def test_an_exit_code_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server tells it, and has to get a core first."""
+    asked, find = 0, process.WorkerProcess._find_exitcode
+
+    def find_late(worker: process.WorkerProcess) -> int | None:
+        nonlocal asked
+        asked += 1
+        return None if asked < 200 else find(worker)
+
+    monkeypatch.setattr(process.WorkerProcess, "_find_exitcode", find_late)
+    with pytest.raises(WorkerDiedError) as caught:
+        next(iter(DataLoader(Exits(), num_workers=1, on_crash="raise")))
+    assert caught.value.exitcode == 4
