@@ -49,7 +49,7 @@ _children: set[BaseProcess] = cast(Any, multiprocessing.process)._children
 
 _OUTPUT_BYTES = 64 << 10
 _STACK_QUIET_S = 0.03
-_EXITCODE_TRIES = {True: 50, False: 1000}  # by whether the end is expected: then hardly anybody asks; a millisecond each
+_EXITCODE_TRIES = {True: 50, False: 1000}  # a millisecond each; by whether it was told to end: then few ask
 _UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
 _REAPED_WITHIN_S = 1.0
 _DESCRIPTORS = 21  # open at once at most while a worker is started, by us and by multiprocessing
