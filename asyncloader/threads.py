@@ -35,6 +35,9 @@ _IDLE_S = 0.3  # who has not run for so long is waiting for something
 is_ending: bool = False
 """Threads raise what nobody need hear of."""
 
+_is_fork = False
+"""This process is a fork in which no thread was started."""
+
 
 awaited: weakref.WeakSet[Any] = weakref.WeakSet()
 """What threads of the user's, and other processes, may wait for. The interpreter waits for these.
@@ -56,6 +59,11 @@ def start(target: Callable[[], object], name: str, end: Callable[[], object] | N
     Raises:
         RuntimeError: if the system has no room for it.
     """
+    global _is_fork
+    if _is_fork and (torch := sys.modules.get("torch")):
+        # In a fork torch makes its pool of threads anew when it is used first; who comes to that meanwhile finds none.
+        torch.set_num_threads(torch.get_num_threads())
+    _is_fork = False
     # From Python 3.14 on a thread keeps its context, in which the dataset is known, for as long as there is a `Thread`.
     thread = threading.Thread(target=partial(Context().run, target), name=name, daemon=True)
     adopt(thread, end)
@@ -149,5 +157,11 @@ def kernel_stat(folder: Path) -> list[str]:
     return (folder / "stat").read_text().rpartition(")")[2].split()  # the name, in parentheses, may contain anything
 
 
+def _begin_in_child() -> None:
+    global _is_fork
+    _is_fork = True
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 os.register_at_fork(after_in_child=_threads.clear)
 os.register_at_fork(after_in_child=awaited.clear)

@@ -285,6 +285,32 @@ import late
     assert (program.returncode, program.out, program.err) == (0, "[0, 1, 7, 7]\n", "")
 
 
+@pytest.mark.parametrize("options", ["batch_size=1, num_workers=8, worker_backend='thread'", "batch_size=8, concurrency=8"])
+def test_threads_of_a_fork_come_to_torch_at_once(run: Run, options: str) -> None:
+    """Torch makes its own threads anew in a fork: who comes to that meanwhile was told of an "Invalid thread pool!"."""
+    main = f"""
+import warnings
+warnings.simplefilter("ignore")  # so many workers
+torch.set_num_threads(2)
+torch.ones(100_000).sum()
+class Together(Numbers):
+    def __getitem__(self, index):
+        together.wait(20)
+        return torch.arange(20_000, dtype=torch.float32) + index
+ends = []
+for _ in range(12):
+    if (pid := os.fork()) == 0:
+        together = threading.Barrier(8)
+        batches = [*DataLoader(Together(8), {options})]
+        assert sorted(float(first) for batch in batches for first in batch[:, 0]) == [*range(8)]
+        os._exit(0)
+    ends.append(os.waitpid(pid, 0)[1])
+print(ends)
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.out, program.err) == (0, f"{[0] * 12}\n", "")
+
+
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_fork_after_torch_has_used_its_threads(run: Run, num_threads: int) -> None:
     """Workers do convolutions and matrix products although the trainer did, with several threads, before the fork."""
