@@ -285,7 +285,7 @@ import late
     assert (program.returncode, program.out, program.err) == (0, "[0, 1, 7, 7]\n", "")
 
 
-@pytest.mark.parametrize("options", ["batch_size=1, num_workers=8, worker_backend='thread'", "batch_size=8, concurrency=8"])
+@pytest.mark.parametrize("options", ["num_workers=8, worker_backend='thread'", "batch_size=8, concurrency=8"])
 def test_threads_of_a_fork_come_to_torch_at_once(run: Run, options: str) -> None:
     """Torch makes its own threads anew in a fork: who comes to that meanwhile was told of an "Invalid thread pool!"."""
     main = f"""
