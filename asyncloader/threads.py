@@ -61,8 +61,11 @@ def start(target: Callable[[], object], name: str, end: Callable[[], object] | N
     """
     global _is_fork
     if _is_fork and (torch := sys.modules.get("torch")):
-        # In a fork torch makes its pool of threads anew when it is used first; who comes to that meanwhile finds none.
-        torch.set_num_threads(torch.get_num_threads())
+        # In a fork where their number was set, the first new thread that comes to torch makes its pool of threads anew;
+        # who comes to that meanwhile finds none.
+        first = threading.Thread(target=torch.get_num_threads)
+        first.start()
+        first.join()
     _is_fork = False
     # From Python 3.14 on a thread keeps its context, in which the dataset is known, for as long as there is a `Thread`.
     thread = threading.Thread(target=partial(Context().run, target), name=name, daemon=True)
