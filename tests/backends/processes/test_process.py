@@ -284,7 +284,8 @@ async def test_closed_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     get_portal().call(lambda: None).result(60)
     assert not inside.engine(iterator)._closed.is_set()
     gate.open.set()
-    await iterator.aclose()
+    await iterator.aclose()  # which waits for some seconds only
+    await asyncio.to_thread(inside.engine(iterator)._closed.wait, 60)
     assert [worker.is_alive() for worker in inside.workers(iterator)] == [False]
     with pytest.raises(LoaderClosedError):
         await anext(iterator)
