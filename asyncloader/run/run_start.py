@@ -111,9 +111,7 @@ def begin(
         order.note_state()
     if not there.is_between_runs:
         order.resume(there, before, check, rng.differ(at_iter, loaded))
-    had_seed = left.checkpointer if left is not None and options.persistent_workers else last
-    reruns = there.reruns if there.keeps_seed or had_seed is None else had_seed.key[1] + 1
-    key = (drawn.base_seed, reruns, data_rank(options))
+    key = _key(options, there, drawn, left.checkpointer if left is not None and options.persistent_workers else last)
     notice = EpochNotice((*runs.set_epochs.of_dataset(options),), runs.set_epochs.count)
     known = _known(options, starts, last, notice)
     progress = _progress(options, there, key, known, samplers._replace(drawn=there.drawn))
@@ -121,7 +119,7 @@ def begin(
     common = LoaderState(
         epoch=epoch,
         base_seed=drawn.base_seed,
-        reruns=reruns,
+        reruns=key[1],
         shared_seed=drawn.shared_seed,
         generators=generators,
         set_epochs=epochs,
@@ -288,6 +286,19 @@ def _as_saved(options: Options, there: LoaderState, drawn: Drawn, rng: RNGSnapsh
     if there.base_seed is not None:
         drawn = drawn._replace(base_seed=there.base_seed, shared_seed=there.shared_seed)
     return drawn
+
+
+def _key(options: Options, there: LoaderState, drawn: Drawn, had_seed: Checkpointer | None) -> tuple[int, int, int]:
+    """Return the seeds of batches: base seed, how many runs have had it before, rank.
+
+    Args:
+        options: See `begin`.
+        there: Where the run begins.
+        drawn: With the base seed.
+        had_seed: The run that has had the same base seed, or None.
+    """
+    reruns = there.reruns if there.keeps_seed or had_seed is None else had_seed.key[1] + 1
+    return drawn.base_seed, reruns, data_rank(options)
 
 
 def _plan(options: Options, there: LoaderState, progress: Progress, keys: Iterator[Any], order: OrderDraw) -> Plan:
