@@ -28,6 +28,7 @@ def make_cluster(**head: Any) -> Iterator[Any]:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "disabled",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "RAY_worker_niceness": "0",  # 15 by default: beside busy tests of others an actor then starts in minutes
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         os.environ.pop("RAY_ADDRESS", None)

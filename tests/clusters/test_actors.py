@@ -120,7 +120,9 @@ def test_no_batch_is_lost_or_doubled_when_actors_are_killed(cluster: Any, tmp_pa
     loader = DataLoader(datasets.Deadly(tmp_path, deaths, length), 4, shuffle=True, worker_backend=stay())
     assert_alike(list(loader), expected)
     assert len(list(tmp_path.iterdir())) == deaths
-    assert loader.stats().faults.retries == deaths
+    faults = loader.stats().faults
+    assert faults.replacements == deaths
+    assert deaths <= faults.retries <= 2 * deaths  # also of the batch before, whose buffers an actor may take with it
 
 
 def test_a_stream_goes_on_where_an_actor_was_killed(cluster: Any) -> None:

@@ -107,6 +107,7 @@ def train() -> None:
 
 
 def main() -> None:
+    os.environ.update(RAY_worker_niceness="0")  # see tests/clusters/clusters.py
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     trainer = ray.train.torch.TorchTrainer(
         train,
