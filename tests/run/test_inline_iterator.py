@@ -230,8 +230,8 @@ def test_a_thread_that_waits_for_its_turn_hears_that_the_iterator_was_closed() -
     assert sorted(found, key=str) == [[0, 1, 2, 3], "closed"]
 
 
-BYTECODES = 415
-"""At most, for a batch of a dataset whose samples are made in C, in CPython 3.11: what a batch costs without workers is
+BYTECODES = {1: 418, 32: 702}
+"""At most, for a batch of so many samples that are made in C, in CPython 3.11: what a batch costs without workers is
 to stay what it is. What C does is not counted; torch's loader takes 376 for a batch of one, and 686 for 32."""
 
 
@@ -258,7 +258,7 @@ def test_bytecodes_of_a_batch(batch_size: int) -> None:
     sys.settrace(trace)
     take()
     sys.settrace(before)
-    assert min(counts[2:]) <= BYTECODES
+    assert min(counts[2:]) <= BYTECODES[batch_size]
 
 
 class Computing:

@@ -15,7 +15,9 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
 from asyncloader.seeding.hashing import mix
-from asyncloader.seeding.seeder import Seeder, _seed, seed_worker
+from asyncloader.seeding.seeder import Seeder, seed_worker
+
+_WORD = (1 << 32) - 1
 
 
 def draw() -> tuple[float, float, float]:
@@ -141,14 +143,26 @@ def test_a_sample_may_give_its_seed_away(seeding: Any) -> None:
 
 
 def test_no_two_batches_of_an_epoch_have_a_word_in_common() -> None:
-    """torch's generator looks at the lower 32 bits of a seed only: among 200,000 random ones several would be alike."""
-    key = mix(12345, 0, 0)
-    seeds = np.array([_seed(key, mix(key), number) for number in range(200_000)])
-    assert len(np.unique(seeds & 0xFFFFFFFF)) == len(seeds)
+    """torch's generator looks at the lower 32 bits of a seed only: among 100,000 random ones a pair would be alike."""
+    seeds = np.array([*map(Seeder((12345, 0, 0)), range(100_000))])
+    assert len(np.unique(seeds & _WORD)) == len(seeds)
     assert seeds.dtype == np.int64
     assert seeds.min() >= 0
-    ones = [(seeds >> bit & 1).mean() for bit in range(63)]
+    ones = [(seeds >> bit & 1).mean() for bit in range(32)]
     assert all(0.49 < share < 0.51 for share in ones)
+
+
+def test_seeds_of_epochs_have_no_more_in_common_than_chance() -> None:
+    """Neither whole nor in the word that torch looks at; nor do numbers of which 32 bits are the same."""
+    seeds = np.array([[*map(Seeder((12345, epoch, 0)), range(2000))] for epoch in range(60)])
+    assert len(np.unique(seeds)) == seeds.size
+    assert seeds.size - len(np.unique(seeds & _WORD)) < 10  # of 120,000 random words 1.7 pairs are alike
+    beside = np.corrcoef(seeds[:, :-1].ravel() & _WORD, seeds[:, 1:].ravel() & _WORD)[0, 1]
+    assert abs(beside) < 5 / seeds.size**0.5
+    between = np.corrcoef(seeds & _WORD)[np.triu_indices(len(seeds), 1)]
+    assert abs(between).max() < 5 / 2000**0.5
+    far = [*map(Seeder((12345, 0, 0)), range(7, 10 << 32, 1 << 32))]
+    assert len(set(far)) == len(far)
 
 
 def test_no_two_batches_of_an_epoch_share_numpys_seed(monkeypatch: pytest.MonkeyPatch) -> None:
