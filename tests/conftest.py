@@ -63,6 +63,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers used here, and see that a crash of the interpreter tells where."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it has in the background so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # until tests run: what is collected stays, and would be looked through again and again
     config.addinivalue_line("markers", "leaks(reason): what this test leaves behind is not counted, for this reason")
     config.addinivalue_line("markers", "forked(reason): workers are forked, whatever this platform does by default")
