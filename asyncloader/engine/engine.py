@@ -369,7 +369,7 @@ class Engine:
             scheduler.measured(worker, ticket, last, outcome.nbytes)
         if self.workforce.most_in_hand is not None:
             has_grown = self.workforce.has_grown(worker, record.private_bytes)
-            if has_grown and not run.plan_ended:  # what is left then is not worth a new process: the next run is
+            if has_grown and scheduler.has_more:  # otherwise the next run is soon enough for a new process
                 self._renew_grown()
         if not self._is_settling:  # it is the first read of this turn of the loop
             self._heard_at = arrived_at

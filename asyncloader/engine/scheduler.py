@@ -240,6 +240,11 @@ class Scheduler:
         """Whether everything that was planned has been delivered, and nothing more will be planned."""
         return self._plan_ended and self.gone_count == self.planned_count
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to be done that no worker was sent, or more may be planned."""
+        return bool(self._unsent or self.outbox) or not self._plan_ended
+
     def awaited(self) -> Ticket | None:
         """Return the ticket that the consumer waits for: the first in order that a worker has.
 

@@ -4,8 +4,8 @@
 
 Where the worker has a bound, that is too seldom: a fast leak takes a gigabyte a second. Then the first look comes after
 the first batch, and the next ones whenever the worker's anonymous memory has grown by a sixteenth of the bound. That is
-read with each batch, since it costs 10 us; but it counts pages that a forked worker shares with the trainer, so only
-its growth says something.
+read with each batch, once a millisecond at most, since it costs 10 us; but it counts pages that a forked worker shares
+with the trainer, so only its growth says something.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ class Record(NamedTuple):
     """A worker's notes about a ticket, which it sends with the outcome. Times in seconds.
 
     ``began`` is on the clock of :func:`time.perf_counter`, which all processes of a machine share; ``wait_s`` is how
-    long an idle worker had waited for the ticket, ``cpu_s`` what the process used since the one before, ``stalled_s``
-    what it could have used but got no core for; ``private_bytes`` is the memory that it has to itself, as of a second
-    ago, and 0 if that is not known.
+    long an idle worker had waited for the ticket; ``cpu_s`` is what the process used since it was told last, which is
+    looked at once a millisecond, ``stalled_s`` what it could have used but got no core for; ``private_bytes`` is the
+    memory that it has to itself, as of a second ago, and 0 if that is not known.
     """
 
     ticket: int

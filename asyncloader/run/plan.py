@@ -110,6 +110,7 @@ class Plan:
         self._is_new = False  # what is in `keys` is as the sampler gave it, and not counted
         self._draws_apart = False
         self._is_answer = False  # that is one of those which `Progress.asked` counts
+        self._lists_keys = False  # batches of it can be iterated over once
         self._is_noted = True  # the sampler's state is due after a batch, or places of samples are counted
         self._ended_by = ""  # the interrupt that has finished a generator of the sampler's
         self._consumer: Callable[[], Any] = _nobody
@@ -166,7 +167,7 @@ class Plan:
                 self._ask()
                 self._count()  # which may take the sampler's state
             self._is_simple = not self._may_draw
-            self._is_quick = self._is_simple and not (self._is_noted or self._done)
+            self._is_quick = self._is_simple and not (self._is_noted or self._done or self._lists_keys)
         elif self._is_new:
             self._count()
 
@@ -191,6 +192,8 @@ class Plan:
 
     def _count(self) -> None:
         """Count the batch of keys that was read. May be done again."""
+        if self._is_batched and isinstance(self.keys, Iterator):
+            self._list_keys()
         keys, progress = self.keys, self._progress
         if self._is_noted and keys is not END:
             count = len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
@@ -205,6 +208,13 @@ class Plan:
         if self._is_answer:
             progress.asked += 1
         self._is_new = self._is_answer = False
+
+    def _list_keys(self) -> None:
+        """List keys that can be read once: they are read again by who counts them, or makes the batch again."""
+        self._lists_keys = True
+        keys, self.keys, self._ended_by = self.keys, NOTHING, "An exception"  # which would have left a part of them
+        listed = [*keys]
+        self.keys, self._ended_by = listed, ""
 
     @property
     def has_loaded_sampler(self) -> bool:

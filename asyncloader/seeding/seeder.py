@@ -83,7 +83,7 @@ def _seed(key: int, high: int, number: int) -> int:
     low = (number ^ key) & _WORD
     low = (low ^ low >> 16) * 0x85EBCA6B & _WORD
     low = (low ^ low >> 13) * 0xC2B2AE35 & _WORD
-    return high ^ number >> 32 << 32 | (low ^ low >> 16) + (key >> 32) & _WORD
+    return high ^ (number >> 32 & 0x7FFFFFFF) << 32 | (low ^ low >> 16) + (key >> 32) & _WORD
 
 
 class Seeder:

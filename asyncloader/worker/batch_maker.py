@@ -456,7 +456,7 @@ class BatchMaker:
     def _bad(self, errors: dict[int, Any], keys: Any) -> list[BadSample]:
         """Return the samples of a batch that have raised these, as they are told."""
         spec = self.spec
-        keys = None if spec.is_iterable else keys if spec.auto_collation else [keys]
+        keys = None if spec.is_iterable else [*keys] if spec.auto_collation else [keys]
         name = namer(spec.dataset, of_batches=False)
         return [
             BadSample(None if keys is None else name(keys[at]), at, CapturedError.capture(error, self.host.where))

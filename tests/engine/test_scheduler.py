@@ -1035,6 +1035,19 @@ def test_an_empty_plan_is_finished_at_once() -> None:
     assert scheduler.is_finished
 
 
+def test_there_is_more_until_workers_have_all_tickets() -> None:
+    """Also behind the end of the plan, when those that were given to a worker may wait for room in its hand."""
+    scheduler = Scheduler(deciders.options())
+    assert scheduler.has_more
+    scheduler.planned(range(5))
+    scheduler.plan_ended()
+    assert scheduler.has_more
+    scheduler.assign()
+    assert scheduler.has_more
+    scheduler.outbox.clear()
+    assert not scheduler.has_more
+
+
 def test_finish_comes_once_after_everything() -> None:
     """With the delivery of the last batch, or with the end of the plan if that comes later."""
     scheduler = make()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from asyncloader import DataLoader
@@ -263,3 +265,62 @@ def test_samplers_within_are_found_once_from_the_outermost_on() -> None:
     assert samplers_within(outer) == [outer, inner]
     inner.sampler = outer  # type: ignore[attr-defined]
     assert samplers_within(outer) == [outer, inner]
+
+
+KEYS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+ONCE = {"an iterator": iter, "a map": partial(map, int), "a generator": lambda keys: (key for key in keys)}
+"""Batches of keys that can be read once, as torch's loader takes them."""
+
+
+class InterruptedSamples:
+    """Random numbers. An interrupt comes at the third sample, once."""
+
+    def __init__(self, *, is_hit: bool = True) -> None:
+        self.is_hit = is_hit
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        if index == 2 and self.is_hit:
+            self.is_hit = False
+            raise KeyboardInterrupt
+        return index, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("once", ONCE.values(), ids=ONCE)
+def test_keys_that_can_be_read_once_are_there_after_an_interrupt(once: Any) -> None:
+    """The batch is made again, whole."""
+    iterator = iter(DataLoader(InterruptedSamples(), batch_sampler=map(once, KEYS), collate_fn=list))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [[index for index, _ in batch] for batch in iterator] == KEYS
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("once", ONCE.values(), ids=ONCE)
+def test_keys_that_can_be_read_once_are_counted(once: Any, num_workers: int) -> None:
+    """Samples draw by their places in the epoch, as those of lists."""
+    made = []
+    for batch_sampler in (KEYS, [*map(once, KEYS)]):
+        torch.manual_seed(5)
+        data = InterruptedSamples(is_hit=False)
+        made.append([*DataLoader(data, batch_sampler=batch_sampler, seeding="sample", num_workers=num_workers)])
+    assert [[part.tolist() for part in batch] for batch in made[0]] == [
+        [part.tolist() for part in batch] for batch in made[1]
+    ]
+
+
+def test_an_interrupt_inside_of_keys_does_not_shorten_the_batch() -> None:
+    """They are finished then: the plan says so, each time."""
+
+    def keys() -> Iterator[int]:
+        yield 0
+        raise KeyboardInterrupt
+
+    plan = plan_of([keys(), [1]])
+    with pytest.raises(KeyboardInterrupt):
+        next(plan)
+    for _ in range(2):
+        with pytest.raises(LoaderClosedError, match="An exception was raised while the sampler was read"):
+            next(plan)
