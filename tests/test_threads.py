@@ -54,6 +54,16 @@ class Tensors:
             time.sleep(0.002)
 
 
+class Modes:
+    """Samples say whether gradients are recorded where they are made."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> bool:
+        return torch.is_grad_enabled()
+
+
 class Pids:
     """Samples say which process they are made in."""
 
@@ -199,6 +209,15 @@ class Shares(IterableDataset[Any]):
     def __iter__(self) -> Any:
         info: Any = get_worker_info()
         yield from range(info.id, 12, info.num_workers)
+
+
+@pytest.mark.parametrize("place", [*PLACES[:2], {"num_workers": 1, "multiprocessing_context": "fork"}])
+async def test_modes_are_those_of_the_thread_that_iterates(place: dict[str, Any]) -> None:
+    """Also where `async for` has another thread start the workers."""
+    loader = DataLoader(Modes(), **place)
+    with torch.no_grad():
+        seen = [batch.item() for batch in loader], [batch.item() async for batch in loader]
+    assert seen == ([False, False], [False, False])
 
 
 def test_worker_info_belongs_to_the_thread() -> None:
