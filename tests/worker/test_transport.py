@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from asyncloader import DataLoader, WorkerDiedError
 from asyncloader.engine.portal import get_portal
 from asyncloader.messages.messages import Kind
 from asyncloader.worker.channel import WorkerChannel
+from asyncloader.worker.transport import ParentGone, ProcessTransport
 
 
 def refuse(pid: int, error: type[BaseException]) -> Any:
@@ -207,6 +209,16 @@ def test_messages_that_make_no_sense(kind: Kind, body: bytes) -> None:
     )
     assert WorkerDiedError in outcomes(loader)
     assert get_portal().loop.is_running()
+
+
+def test_a_parent_that_has_closed_its_end_is_gone() -> None:
+    """A worker then ends quietly: it is no error of its own."""
+    parent, worker = socket.socketpair()
+    with worker:
+        transport = ProcessTransport(0, WorkerChannel(worker), None)
+        parent.close()
+        with pytest.raises(ParentGone):
+            transport.receive(wait=True)
 
 
 class InitialisesCuda(Dataset[Any]):
