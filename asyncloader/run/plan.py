@@ -110,9 +110,9 @@ class Plan:
         self._is_new = False  # what is in `keys` is as the sampler gave it, and not counted
         self._draws_apart = False
         self._is_answer = False  # that is one of those which `Progress.asked` counts
-        self._lists_keys = False  # batches of it can be iterated over once
+        self._lists_keys = False  # the keys of a batch may be there to be read once
         self._is_noted = True  # the sampler's state is due after a batch, or places of samples are counted
-        self._ended_by = ""  # the interrupt that has finished a generator of the sampler's
+        self._ended_by = ""  # the interrupt that has finished a generator of the sampler's, or of keys
         self._consumer: Callable[[], Any] = _nobody
         self._inner: Any = None if self._takes_apart else iterator  # what may have a state
         self._progress = progress

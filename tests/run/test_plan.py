@@ -305,10 +305,9 @@ def test_keys_that_can_be_read_once_are_counted(once: Any, num_workers: int) -> 
     for batch_sampler in (KEYS, [*map(once, KEYS)]):
         torch.manual_seed(5)
         data = InterruptedSamples(is_hit=False)
-        made.append([*DataLoader(data, batch_sampler=batch_sampler, seeding="sample", num_workers=num_workers)])
-    assert [[part.tolist() for part in batch] for batch in made[0]] == [
-        [part.tolist() for part in batch] for batch in made[1]
-    ]
+        loader = DataLoader(data, batch_sampler=batch_sampler, seeding="sample", num_workers=num_workers)
+        made.append([[part.tolist() for part in batch] for batch in loader])
+    assert made[0] == made[1]
 
 
 def test_an_interrupt_inside_of_keys_does_not_shorten_the_batch() -> None:
