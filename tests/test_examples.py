@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import asyncloader
 from tests.services.postgres import PLACES
 from tests.services.process import program
 from tests.support.programs import run_python
@@ -38,7 +39,10 @@ def test_the_demonstration_shows_what_it_says() -> None:
     """Weights are the same with either loader, after a death and after a resume; torch's loader ends at the death."""
     done = run_example("demo.py", "--epochs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.fullmatch(r"DataLoader worker \(pid \d+\) is killed .*\n", done.stderr)  # the log says so
+    assert len(re.findall(r"DataLoader worker \(pid \d+\) is killed .*\n", done.stderr)) == 1  # the log says so
+    # When its worker dies, torch's loader may leave tracebacks there as well: of a file that its handler of SIGCHLD
+    # kept it from closing, or of the thread with which its other worker shares tensors.
+    assert str(Path(asyncloader.__file__).parent) not in done.stderr
     *_, waited, _, death, torchs, ours, resume, left, none = map(str.strip, filter(None, done.stdout.splitlines()))
     same = "The weights are the same, to the bit."
     assert re.fullmatch(rf"Training waited [\d.]+ s for torch's loader, [\d.]+ s for ours\. {same}", waited)
