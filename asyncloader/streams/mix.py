@@ -43,8 +43,9 @@ class _Turn:
 class Mix(Stream[T_co]):
     """Stream the samples of several streams, each with its share.
 
-    Shares are exact: of the samples so far, each stream has given its part, but for one sample; with `by`, its part of
-    what they cost. A stream that has ended is left out, or ends the epoch.
+    Shares are exact: of the samples so far, no stream has given more than its part and one sample, and none less than
+    its part of so many fewer as there are streams. With `by`, parts are of what samples cost. A stream that has ended is
+    left out, or ends the epoch. Where other numbers of ranks or workers go on, shares are counted anew.
 
     At a resume, streams may be added at the end of the list, and weights may be others: what has been given stays so.
 
@@ -91,11 +92,11 @@ class Mix(Stream[T_co]):
     # -------------------------------------------------------------------------------------------------------- reading
 
     def begin(self, reading: Reading, states: Sequence[State]) -> None:
-        """Begin to read: where a reader was; or, behind several, with shares anew, for what is left of the streams."""
+        """Begin to read: where a reader was; or with shares anew, for what is left of the streams."""
         given = sum(state["low"] + len(state["beyond"]) for state in states)
         before = given + max((state["before"] for state in states), default=0)
         anew = {"before": before, "low": 0, "beyond": [], "weights": [], "clocks": []}
-        state = states[0] if len(states) == 1 else anew
+        state = states[0] if states and reading.goes_on else anew
         self._before: int = state["before"]  # samples before this reading, of all workers and ranks
         per_position = reading.num_workers * reading.num_replicas
         self._stages = [(-(-(at - self._before) // per_position), own) for at, own in self.weights]
@@ -114,7 +115,7 @@ class Mix(Stream[T_co]):
             weights = [own for at, own in self._stages if at <= turn.position][-1]
             self._until = min((at for at, _ in self._stages if at > turn.position), default=inf)
             self._numbers = [number for number in self._left if weights[number]]
-            if self._numbers or self._until == inf:
+            if self._numbers or self._until == inf or not self._left:
                 break
             turn.position = int(self._until)
         if weights != turn.weights:
@@ -122,10 +123,12 @@ class Mix(Stream[T_co]):
 
     def take(self) -> tuple[T_co, float, Mark]:
         """Return the next sample of the stream whose turn it is."""
-        while (at := self._turns[-1].position) in self._known:
-            self.give(self._had(*self._known[at]))
-            del self._known[at]  # in this order: the handler of a signal may take a state in between
-        while self._numbers:
+        while True:
+            while (at := self._turns[-1].position) in self._known:
+                self.give(self._had(*self._known[at]))
+                del self._known[at]  # in this order: the handler of a signal may take a state in between
+            if not self._numbers:
+                raise StopIteration
             number = min(self._numbers, key=self._turns[-1].clocks.__getitem__)
             try:
                 sample, _, mark = self.streams[number].take()
@@ -135,7 +138,6 @@ class Mix(Stream[T_co]):
                 continue
             turn = self._had(number, asked(self._cost_of, sample, mark) if self._by else 1)
             return sample, turn.position, (*mark, (self, turn))
-        raise StopIteration
 
     def _had(self, number: int, cost: float) -> _Turn:
         """Return the turn that a stream has had; the next one follows."""

@@ -148,14 +148,13 @@ class ShardedStream(Stream[T_co]):
         """Deal the shards, and begin to read those that are left."""
         self._done, self._next = 0, 0  # a bit for each shard; the position of the first sample of the next one
         self._given: dict[int, _Shard] = {}  # shards that are underway
-        is_one = len(states) == 1  # otherwise each reader had positions of its own
         for state in states:
             if state["shards"] != self._names:
                 raise StateMismatchError("[number of shards, checksum]", state["shards"], self._names)
             self._done |= int(state["done"], 16)
-            self._next = state["next"] if is_one else 0
+            self._next = state["next"] if reading.goes_on else 0
             for number, first, *own in state["given"]:
-                self._shard(number).update(first if is_one else -1, *own)
+                self._shard(number).update(first if reading.goes_on else -1, *own)
         order = [*range(len(self.shards))]
         if self.shuffle:
             random.Random(f"{self.seed} {reading.epoch}").shuffle(order)

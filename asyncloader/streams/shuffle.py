@@ -56,7 +56,8 @@ class Shuffle(Stream[T_co]):
         """Begin to read."""
         self._key = [self.seed, reading.epoch, reading.worker, *map(int, self.path.split("."))]
         self._block, self._drawn = -1, [0.0]
-        self._waiting: list[tuple[float, float, T_co, Mark]] = []  # a heap
+        self._waiting: list[tuple[float, int, T_co, Mark]] = []  # a heap; of equal keys, the one that came first
+        self._taken = 0
         self._reached = -1.0  # the last position that was read
 
     def take(self) -> tuple[T_co, float, Mark]:
@@ -70,7 +71,8 @@ class Shuffle(Stream[T_co]):
                     raise
                 self._reached = np.inf
                 break
-            heapq.heappush(waiting, (position + self.size * self._random(position), position, sample, mark))
+            heapq.heappush(waiting, (position + self.size * self._random(position), self._taken, sample, mark))
+            self._taken += 1
             self._reached = position
         key, _, sample, mark = heapq.heappop(waiting)
         return sample, key, mark

@@ -10,13 +10,16 @@ from asyncloader.streams import Bucket, Filter, Map, Mix, Pack, ShardedStream, S
 
 
 class Sample(NamedTuple):
-    """A sample of some tokens, or a part of one."""
+    """A sample of some tokens, or a part of one. It has no order, as dictionaries and tensors have none."""
 
     stream: str
     shard: int
     number: int
     start: int
     stop: int
+
+    def __lt__(self, other: object) -> bool:
+        raise TypeError("samples have no order")
 
 
 def fresh_seed() -> int:
@@ -67,8 +70,9 @@ def chain(seed: int, num_replicas: int = 1, rank: int = 0) -> Stream[Any]:
         streams = [stream, *map(sharded, "bc"[: draw.randrange(3)])]
         streams = [Shuffle(each, draw.randrange(1, 9)) if draw.random() < 0.5 else each for each in streams]
         weights: list[Any] = [draw.choice([0.5, 1, 2]) for _ in streams]
-        if draw.random() < 0.3:
-            weights = [(0, weights), (draw.randrange(1, 30), weights[::-1])]
+        if draw.random() < 0.5:
+            first = [weights[0] * draw.randrange(2), *weights[1:]] if len(streams) > 1 else weights
+            weights = [(0, first), (draw.randrange(1, 30), weights[::-1])]
         stream = Mix(streams, weights, by=draw.choice([None, length]))
     if draw.random() < 0.4:
         stream = Map(stream, itself)

@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_other_numbers_of_ranks_give_what_is_left_once(run: int) -> None:
         ranks = [chain(seed, count, rank) for rank in range(count)]
         for rank in ranks:
             rank = rank if state is None else resumed(rank, state)
-            given += [*islice(rank, draw.randrange(1, 12) if left else None)]
+            given += [*islice(rank, draw.randrange(12) if left else None)]
         if tokens_of(given) == tokens_of(chain(seed)):
             return
         state = json.loads(json.dumps(merge([rank.state_dict() for rank in ranks])))
@@ -189,14 +190,35 @@ def test_ranks_take_turns_at_samples_that_are_cut() -> None:
     assert tokens_of(given) == tokens_of(shards)
 
 
+def test_what_is_left_of_a_shard_is_shuffled_when_it_can_be_read_again() -> None:
+    """It raised in the middle, so its rest has positions that the next shard has had as well."""
+    cut_short = True
+
+    def read_some(shard: int, start: int) -> Iterator[dict[str, int]]:
+        for number in range(start, 30):
+            if cut_short and shard == 1 and number == 5:
+                raise OSError("connection reset")
+            yield {"id": 30 * shard + number}
+
+    stream, given = Shuffle(ShardedStream(range(4), read_some, shuffle=False), 10), list[int]()
+    samples = iter(stream)
+    with pytest.raises(OSError, match="connection reset"):
+        while True:
+            given.append(next(samples)["id"])
+    given += [sample["id"] for sample in islice(samples, 15)]
+    state, cut_short = saved(stream), False
+    again = resumed(Shuffle(ShardedStream(range(4), read_some, shuffle=False), 10), state)
+    assert sorted(given + [sample["id"] for sample in again]) == [*range(120)]
+
+
 @pytest.mark.parametrize("run", range(10))
 def test_positions_rise_behind_several_readers(run: int) -> None:
-    """Each reader had positions of its own; whoever goes on behind them counts anew."""
+    """Each reader had positions of its own, also if it was the only one that had begun; they are counted anew."""
     draw = random.Random(fresh_seed())
     shards = [[*range(draw.randrange(12))] for _ in range(9)]
     ranks = [Shuffle(ShardedStream(shards, read, num_replicas=3, rank=rank), 9) for rank in range(3)]
     for rank in ranks:
-        list(islice(rank, draw.randrange(1, 15)))
+        list(islice(rank, draw.randrange(15)))
     stream = resumed(Shuffle(ShardedStream(shards, read), 9), merge([saved(rank) for rank in ranks]))
     (reader,) = stream._start().streams
     positions = list[float]()

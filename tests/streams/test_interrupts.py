@@ -18,7 +18,7 @@ import pytest
 
 from asyncloader.streams import Bucket, Filter, Map, Mix, Pack, ShardedStream, Shuffle, Stream
 from asyncloader.streams.sharded import _Shard
-from tests.streams.chains import Sample, cut, is_wanted, itself, length, read
+from tests.streams.chains import Sample, cut, is_wanted, itself, length, read, tokens_of
 from tests.streams.test_chains import Interrupted, resumed, saved
 from tests.support import effort
 from tests.support.garbage import uncollected
@@ -244,7 +244,7 @@ def test_another_thread_may_come_at_each_line(asks: str) -> None:
             beside.join()
         beside.join()
         if asks == "a sample":
-            assert sorted([*given, *filter(None, others)]) == sorted(whole)
+            assert tokens_of([*given, *filter(None, others)]) == tokens_of(whole)
         for state in others if asks == "a state" else []:
             rest = [*resumed(make(), state)]
             assert state["epoch"] or rest == whole[len(whole) - len(rest) :]

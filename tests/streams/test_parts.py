@@ -192,6 +192,42 @@ def test_weights_change_at_a_step_of_all_ranks(step: int, last: int) -> None:
     assert given.count("a") == step + (step - 19) % last  # each rank has the same number
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_weights_change_at_a_step_behind_one_reader(ranks: int) -> None:
+    """What one rank has given counts once, however many go on."""
+
+    def stream(rank: int, ranks: int) -> Stream[Any]:
+        sources = [[[name] * 8 for _ in range(6)] for name in "ab"]
+        own = {"num_replicas": ranks, "rank": rank}
+        parts = [ShardedStream(shards, lambda shard, start: shard[start:], **own) for shards in sources]
+        return Mix(parts, [(0, [1, 0]), (24, [0, 1])])
+
+    first = stream(0, 1)
+    given, state = [*islice(first, 12)], merge([first.state_dict()])
+    for rank in range(ranks):
+        other = stream(rank, ranks)
+        other.load_state_dict(state)
+        given += other
+    assert (given.count("a"), given.count("b")) == (24, 48)
+
+
+def test_an_epoch_that_one_stream_has_ended_is_not_gone_on_with_at_a_later_step() -> None:
+    """Its last state says that it has ended, although other weights would hold from a later step on."""
+
+    def mixed() -> Stream[Any]:
+        return Mix([stream_of("a" * 20), stream_of("bbb")], [(0, [1, 1]), (30, [1, 0])], stop="first")
+
+    mix = mixed()
+    assert "".join(mix) == "abababa"
+    mix = mixed()
+    samples = iter(mix)
+    for _ in range(7):
+        next(samples)
+    other = mixed()
+    other.load_state_dict(mix.state_dict())
+    assert [*other] == []
+
+
 def test_streams_may_be_added_at_a_resume() -> None:
     """Those that were there go on; all samples come once."""
     stream = Mix([stream_of(range(10)), stream_of(range(10, 20))], [1, 1])
@@ -201,6 +237,22 @@ def test_streams_may_be_added_at_a_resume() -> None:
     rest = [*more]
     assert sorted(given + rest) == [*range(30)]
     assert 20 in rest[:3]
+
+
+def test_a_stream_is_added_where_a_rank_has_ended() -> None:
+    """That rank has given all of its shards, and none of the new one's."""
+
+    def stream(count: int, rank: int = 0, ranks: int = 1) -> Stream[Any]:
+        own = {"num_replicas": ranks, "rank": rank}
+        sources = [[[10 * number + each] for each in range(4)] for number in range(count)]
+        parts = [ShardedStream(shards, lambda shard, start: shard[start:], **own) for shards in sources]
+        return Mix(parts, [1] * count)
+
+    ended, other = stream(1, 0, 2), stream(1, 1, 2)
+    given = [*ended, next(iter(other))]
+    more = stream(2)
+    more.load_state_dict(merge([ended.state_dict(), other.state_dict()]))
+    assert sorted(given + [*more]) == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
 def test_costs_are_numbers() -> None:
