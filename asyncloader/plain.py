@@ -1,10 +1,16 @@
-"""States of users in the states of loaders: JSON where that says all of them, which is small, and safe to read."""
+"""States of users in the states of loaders: JSON where that says all of them, which is small, and safe to read.
+
+Keys of samples may be tuples as well, which JSON would make lists of: they are written as Python's literals.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+from ast import literal_eval
 from typing import Any
+
+import numpy as np
 
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 
@@ -42,3 +48,31 @@ def as_text(state: Any) -> Any:
 def unplain(state: Any) -> Any:
     """Turn what `plain` returned into the user's state, a new one each time."""
     return json.loads(state) if isinstance(state, str) else copy.deepcopy(state)
+
+
+def plain_keys(keys: Any) -> Any:
+    """Write keys down as what JSON says all of. Of classes that are not known they stay; JSON then refuses the whole."""
+    try:
+        keys = _built_in(keys)
+    except TypeError:
+        return {"keys": keys} if says_all(keys) else {"keys": keys, "not JSON": b""}
+    return keys if says_all(keys) else {"literal": repr(keys)}
+
+
+def unplain_keys(written: Any) -> Any:
+    """Read what `plain_keys` has written."""
+    if type(written) is not dict:
+        return written
+    return literal_eval(written["literal"]) if "literal" in written else written["keys"]
+
+
+def _built_in(key: Any) -> Any:
+    """Return the same key, of classes of Python's."""
+    kind = type(key)
+    if kind in (tuple, list):
+        return kind(map(_built_in, key))
+    if isinstance(key, (np.integer, np.str_, np.bool_)):
+        return key.item()
+    if kind not in _SCALARS and kind is not bytes:
+        raise TypeError
+    return key

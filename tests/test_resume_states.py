@@ -6,15 +6,17 @@ import itertools
 import json
 import logging
 import os
+import pickle
 import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
@@ -578,6 +580,64 @@ def test_states_come_back_with_their_types(owner: str) -> None:
     resumed.load_state_dict(loader.state_dict())
     next(iter(resumed))
     assert Typed.loaded == Typed.STATE
+
+
+class Named(NamedTuple):
+    """A key of a class that no state can name."""
+
+    name: str
+
+
+class Table(Counting):
+    """Has its rows under keys of one kind."""
+
+    def __init__(self, keys: Sequence[Any]) -> None:
+        super().__init__()
+        self.rows = {key: number for number, key in enumerate(keys)}
+
+    def __getitem__(self, key: Any) -> tuple[int, int, float]:
+        return super().__getitem__(self.rows[key])
+
+
+@pytest.mark.parametrize("seeding", ["batch", "sample"])
+@pytest.mark.parametrize("batch_size", [2, None])
+@pytest.mark.parametrize("kind", ["tuple", "tuple in a tuple", "number of numpy", "text", "bytes"])
+def test_keys_come_back_from_json_as_they_were(kind: str, batch_size: int | None, seeding: Any) -> None:
+    """A state has those of the batches since the dataset's last state: these are made again."""
+    make_key: dict[str, Callable[[int], Any]] = {
+        "tuple": lambda number: ("a", number),
+        "tuple in a tuple": lambda number: (number, ("b", np.int32(number))),
+        "number of numpy": np.int64,
+        "text": str,
+        "bytes": lambda number: b"%d" % number,
+    }
+    keys = [*map(make_key[kind], range(8))]
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Table(keys), batch_size, sampler=keys, snapshot_every_n_steps=3, seeding=seeding)
+
+    whole = [torch.as_tensor(numbers).tolist() for _, numbers, _ in loader()]
+    begun = loader()
+    samples = iter(begun)
+    for position in range(1, len(whole)):
+        next(samples)
+        other = loader()
+        other.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        assert [torch.as_tensor(numbers).tolist() for _, numbers, _ in other] == whole[position:]
+
+
+def test_keys_that_json_would_change_are_refused_by_it() -> None:
+    """Those of a class of the user's, which is a kind of tuple: pickled, they come back."""
+    keys = [Named(str(number)) for number in range(6)]
+    loader = DataLoader(Table(keys), 1, sampler=keys, snapshot_every_n_steps=3)
+    samples = iter(loader)
+    next(samples)
+    next(samples)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        json.dumps(loader.state_dict())
+    other = DataLoader(Table(keys), 1, sampler=keys, snapshot_every_n_steps=3)
+    other.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
+    assert [count.item() for _, count, _ in other] == [3, 4, 5, 6]
 
 
 def test_states_are_whole_in_any_thread_and_inside_the_sampler() -> None:

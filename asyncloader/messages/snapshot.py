@@ -25,7 +25,7 @@ from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 from asyncloader.epochs import latest
-from asyncloader.plain import as_text, plain, unplain
+from asyncloader.plain import as_text, plain, plain_keys, unplain, unplain_keys
 from asyncloader.protocols import is_stateful, merges_states, put_back
 from asyncloader.seeding.generators import GLOBAL, check_of
 from asyncloader.seeding.sample_context import Placed
@@ -174,9 +174,10 @@ def as_plain(starts: dict[int, WorkerStart] | None) -> Any:
 
 def _written(start: WorkerStart) -> list[Any]:
     snapshot = start.snapshot.thaw() if isinstance(start.snapshot, Frozen) else start.snapshot
-    made = [
-        [[*each.key], each.batch, *(each.keys if type(each.keys) is Placed else (each.keys,))] for each in start.made
-    ]
+    made = list[Any]()
+    for key, number, keys in start.made:
+        keys, *first = keys if type(keys) is Placed else (keys,)
+        made.append([[*key], number, plain_keys(keys), *first])
     return [start.batches, snapshot, [*start.ahead], made, [*start.epochs]]
 
 
@@ -186,7 +187,10 @@ def from_plain(written: Any) -> dict[int, WorkerStart]:
 
 
 def _start(batches: int, snapshot: Any, ahead: list[int], made: list[Any], epochs: list[int | None]) -> WorkerStart:
-    again = (Made(tuple(key), number, Placed(keys, *first) if first else keys) for key, number, keys, *first in made)
+    again = list[Made]()
+    for key, number, written, *first in made:
+        keys = unplain_keys(written)
+        again.append(Made(tuple(key), number, Placed(keys, *first) if first else keys))
     return WorkerStart(batches, snapshot, tuple(ahead), tuple(again), tuple(epochs))
 
 

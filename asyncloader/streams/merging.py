@@ -45,16 +45,20 @@ def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return _of_ranks(states)
     loaders = [LoaderState.from_dict(state) for state in states]
     ranks = [*map(_state_within, loaders)]
-    # A loader in the middle of the epoch, if there is one; otherwise one that has not begun it.
-    order = [(state["epoch"], ended, each.is_between_runs) for (state, ended), each in zip(ranks, loaders, strict=True)]
+    # A loader in the middle of the epoch, if there is one; then one at the last batch of that before, whose run is to end
+    # first; otherwise one that has not begun it.
+    order = [
+        (state["epoch"], each.is_between_runs, is_over) for (state, is_over), each in zip(ranks, loaders, strict=True)
+    ]
     first = min(order)
+    *_, is_over = first
     epochs = [epoch for epoch, *_ in order]
-    if first[1] and len({*epochs}) > 1:  # a state of its run cannot be one of the next epoch
+    if is_over and len({*epochs}) > 1:  # a state of its run cannot be one of the next epoch
         advice = (
             "A rank is at the last batch of an epoch, and another one has ended the next: merge states of one epoch."
         )
         raise StateMismatchError("epoch", epochs, first[0], advice)
-    snapshot = {"dataset": _of_ranks([state for state, _ in ranks]), "iterator": None, "ended": first[1]}
+    snapshot = {"dataset": _of_ranks([state for state, _ in ranks]), "iterator": None, "ended": is_over}
     workers = as_plain({0: WorkerStart(0, snapshot)})
     return replace(loaders[order.index(first)], workers=workers, next_worker=0).as_dict()
 

@@ -99,9 +99,10 @@ def test_ranks_that_change_their_workers_keep_their_shards(run: int) -> None:
     assert tokens_of(given) == tokens_of(chain(seed))
 
 
+@pytest.mark.parametrize("asked", [(2, 2), (3, 2), (2, 3)])  # there are two batches of each
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_a_merged_state_of_the_last_batch_has_nothing_left(num_workers: int) -> None:
-    """The epoch after that is the next one."""
+def test_a_merged_state_of_the_last_batch_has_nothing_left(num_workers: int, asked: tuple[int, int]) -> None:
+    """The epoch after that is the next one; also if a rank has seen the end of this one."""
     shards = [[each] for each in range(10)]
 
     def loader(ranks: int, rank: int, workers: int) -> Any:
@@ -110,7 +111,7 @@ def test_a_merged_state_of_the_last_batch_has_nothing_left(num_workers: int) -> 
         return DataLoader(stream, 4, **options)
 
     ranks = [loader(2, rank, num_workers) for rank in range(2)]
-    given = [batch for rank in ranks for batch in islice(rank, 2)]
+    given = [batch for rank, count in zip(ranks, asked, strict=True) for batch in islice(rank, count)]
     assert sorted(torch.cat(given).tolist()) == [*range(10)]
     other = loader(1, 0, 1 - min(num_workers, 1))
     other.load_state_dict(merge([saved(rank) for rank in ranks]))
