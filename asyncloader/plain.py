@@ -51,7 +51,7 @@ def unplain(state: Any) -> Any:
 
 
 def plain_keys(keys: Any) -> Any:
-    """Write keys down as what JSON says all of. Of classes that are not known they stay; JSON then refuses the whole."""
+    """Write keys down as what JSON says all of. Those of unknown classes stay as they are; JSON then refuses them."""
     try:
         keys = _built_in(keys)
     except TypeError:

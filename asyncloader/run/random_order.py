@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from asyncloader.engine.progress import Progress
 from asyncloader.protocols import answers_of
+from asyncloader.seeding.generators import state_of
 
 _LARGE = 1 << 18
 """To draw a permutation of more takes milliseconds."""
@@ -164,7 +165,7 @@ class RandomOrder(Iterator[int]):
         if sampler.generator is not None:
             self._generator = sampler.generator
             return
-        before = torch.default_generator.get_state()
+        before = state_of(torch.default_generator)
         try:
             generator = torch.Generator()
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -176,7 +177,7 @@ class RandomOrder(Iterator[int]):
     def _draw(self) -> None:
         """Put the next permutation behind what is left. A Ctrl-C in here puts the generator back, to draw it again."""
         assert self._generator is not None
-        before = self._generator.get_state()
+        before = state_of(self._generator)
         try:
             rest = self._length if self._num_whole else self._sampler.num_samples % self._length
             order = self._order[self._at :]

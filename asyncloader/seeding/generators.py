@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import json
 import random
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -27,13 +29,27 @@ GLOBAL: tuple[Any, ...] = (torch.default_generator, random._inst, _numpy._rand)
 """Those that whoever has no generator of its own draws from: torch's, Python's, numpy's."""
 
 
+_COLLECTS_AT_ONCE = sys.version_info < (3, 12)
+"""Garbage is collected where an object is made; later, between two lines of Python."""
+_FEW_OBJECTS = 50
+
+
 def state_of(generator: Any) -> Any:
-    """Return the state of a generator, which it can be set to."""
+    """Return the state of a generator, which it can be set to.
+
+    torch makes the tensor while it holds the generator's lock. If garbage is collected there, and that frees a tensor,
+    other threads run meanwhile; one that asks for a state as well waits for that lock, and for ever, as it keeps the
+    interpreter's. So what is nearly due is collected before.
+    """
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state() if is_old(generator) else generator.get_state(legacy=False)  # or it would warn
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if _COLLECTS_AT_ONCE and gc.isenabled() and 0 < gc.get_threshold()[0] < gc.get_count()[0] + _FEW_OBJECTS:
+        gc.collect(0)
+    return generator.get_state()
 
 
 def is_old(generator: np.random.RandomState) -> bool:
@@ -90,7 +106,7 @@ def mark_of(generator: Any) -> Any:
     if not isinstance(generator, torch.Generator):
         return state_of(generator)
     if generator.device.type == "cpu":  # others draw by the seed that they name
-        state = generator.get_state()
+        state = state_of(generator)
         state.numpy()[:_SEED_BYTES].view(np.uint64)[:] = generator.initial_seed() & _WORD | _MARK
         generator.set_state(state)
     return generator.initial_seed()
@@ -163,7 +179,7 @@ def wait_drawn() -> None:
     To read the state takes the generator's lock, here with the interpreter's held: threads that come out of a draw wait
     for that one before they draw again. Not those that draw several times in one call of C++.
     """
-    torch.default_generator.get_state()
+    state_of(torch.default_generator)
 
 
 def unlock_in_child() -> None:

@@ -247,12 +247,13 @@ def here() -> SampleContext:
 def sample_rng() -> np.random.Generator:
     """Return the random generator of the sample that is being fetched.
 
-    Its numbers depend on the base seed of the epoch, the rank of the data (see ``seeding_rank`` of the loader),
-    the number of the batch and the position in it, and on nothing else: the same come with any `num_workers`,
-    `concurrency` or timing, after a crash and on a retry. With ``seeding="sample"`` it depends on the place in the
-    epoch's order in place of batch and position: then the same come with any batch size as well. The global generators
-    of random, numpy and torch are shared by all samples that a worker fetches at once; this one is not. In
-    `__getitems__` and in `collate_fn` it is the generator of the batch as a whole.
+    Its numbers depend on the base seed of the epoch, the rank of the data (see ``seeding_rank`` of the loader), the
+    number of the batch and the position in it, and on nothing else: the same come with any `num_workers`,
+    `concurrency` or timing, after a crash and on a retry. (In a stream whose workers have unequal shares, the numbers
+    of batches depend on timing once the first of them has come to its end.) With ``seeding="sample"`` it depends on
+    the place in the epoch's order in place of batch and position: then the same come with any batch size as well. The
+    global generators of random, numpy and torch are shared by all samples that a worker fetches at once; this one is
+    not. In `__getitems__` and in `collate_fn` it is the generator of the batch as a whole.
 
     The generator is made at the first call; further calls for the same sample go on with it. Tasks that a sample begins
     (``asyncio.gather``, a ``TaskGroup``) have generators of their own, by the order in which the sample begins them.

@@ -45,8 +45,8 @@ def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return _of_ranks(states)
     loaders = [LoaderState.from_dict(state) for state in states]
     ranks = [*map(_state_within, loaders)]
-    # A loader in the middle of the epoch, if there is one; then one at the last batch of that before, whose run is to end
-    # first; otherwise one that has not begun it.
+    # A loader in the middle of the epoch, if there is one; then one at the last batch of that before, whose run is to
+    # end first; otherwise one that has not begun it.
     order = [
         (state["epoch"], each.is_between_runs, is_over) for (state, is_over), each in zip(ranks, loaders, strict=True)
     ]

@@ -44,8 +44,8 @@ class Mix(Stream[T_co]):
     """Stream the samples of several streams, each with its share.
 
     Shares are exact: of the samples so far, no stream has given more than its part and one sample, and none less than
-    its part of so many fewer as there are streams. With `by`, parts are of what samples cost. A stream that has ended is
-    left out, or ends the epoch. Where other numbers of ranks or workers go on, shares are counted anew.
+    its part of so many fewer as there are streams. With `by`, parts are of what samples cost. A stream that has ended
+    is left out, or ends the epoch. Where other numbers of ranks or workers go on, shares are counted anew.
 
     At a resume, streams may be added at the end of the list, and weights may be others: what has been given stays so.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import sys
@@ -78,6 +79,37 @@ def test_the_global_generators_are_those_that_modules_draw_from() -> None:
         check = check_of(generator)
         draw()
         assert check_of(generator) != check
+
+
+class Watched(torch.Generator):
+    """Knows whether it is asked for its state at the moment."""
+
+    is_asked = False
+
+    def get_state(self) -> torch.Tensor:
+        self.is_asked = True
+        try:
+            return super().get_state()
+        finally:
+            self.is_asked = False
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 30])
+def test_no_garbage_is_collected_while_torch_holds_a_generator(left: int) -> None:
+    """Other threads might run by that, and wait for the generator with the lock of the interpreter."""
+    watched, collected, made = Watched(), list[bool](), list[list[Any]]()
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        collected.append(watched.is_asked)
+
+    gc.callbacks.append(note)
+    try:
+        while gc.get_count()[0] + left <= gc.get_threshold()[0]:
+            made.append([])
+        state_of(watched)
+    finally:
+        gc.callbacks.remove(note)
+    assert not any(collected)
 
 
 @pytest.mark.skipif(

@@ -252,7 +252,7 @@ def test_a_stream_is_added_where_a_rank_has_ended() -> None:
     given = [*ended, next(iter(other))]
     more = stream(2)
     more.load_state_dict(merge([ended.state_dict(), other.state_dict()]))
-    assert sorted(given + [*more]) == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert sorted([*given, *more]) == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
 def test_costs_are_numbers() -> None:
