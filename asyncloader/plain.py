@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from ast import literal_eval
 from typing import Any
 
@@ -53,10 +54,12 @@ def unplain(state: Any) -> Any:
 def plain_keys(keys: Any) -> Any:
     """Write keys down as what JSON says all of. Those of unknown classes stay as they are; JSON then refuses them."""
     try:
+        if says_all(keys):  # most are
+            return {"keys": keys} if type(keys) is dict else keys
         keys = _built_in(keys)
-    except TypeError:
-        return {"keys": keys} if says_all(keys) else {"keys": keys, "not JSON": b""}
-    return keys if says_all(keys) else {"literal": repr(keys)}
+        return keys if says_all(keys) else {"literal": repr(keys)}
+    except (TypeError, ValueError, RecursionError):
+        return {"keys": keys, "not JSON": b""}
 
 
 def unplain_keys(written: Any) -> Any:
@@ -71,8 +74,8 @@ def _built_in(key: Any) -> Any:
     kind = type(key)
     if kind in (tuple, list):
         return kind(map(_built_in, key))
-    if isinstance(key, (np.integer, np.str_, np.bool_)):
+    if isinstance(key, (np.integer, np.str_, np.bool_)) and kind is not np.timedelta64:
         return key.item()
-    if kind not in _SCALARS and kind is not bytes:
+    if (kind not in _SCALARS and kind is not bytes) or (kind is float and not math.isfinite(key)):
         raise TypeError
     return key

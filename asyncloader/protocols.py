@@ -169,7 +169,7 @@ def leaves_out_buffer(dataset: Any) -> bool:
     documentation of `state_dict`), one row with a buffer of one. Such a stream begins alike each time, so it can be
     read again.
     """
-    rest = [vars(dataset).get("_ex_iterable")] if hasattr(dataset, "_ex_iterable") else []
+    rest = [probe(dataset, "__dict__", {}).get("_ex_iterable")]
     while rest:
         if (layer := rest.pop()) is None:
             continue

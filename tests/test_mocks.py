@@ -148,6 +148,16 @@ def test_none_of_our_protocols_is_found_in_it(make: Callable[[], Any]) -> None:
     assert {probe(dataset, name) for name in names} == {None}
 
 
+def test_a_dataset_may_raise_whatever_it_is_asked_for() -> None:
+    """torch asks it for nothing but its samples."""
+
+    class LooksUp(Stream):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    assert [batch.tolist() for batch in DataLoader(LooksUp(), 4, num_workers=1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_what_a_mock_was_given_counts() -> None:
     """It was set on the object, or is a method of the class."""
     dataset = mock()

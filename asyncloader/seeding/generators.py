@@ -17,6 +17,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,9 @@ GLOBAL: tuple[Any, ...] = (torch.default_generator, random._inst, _numpy._rand)
 """Those that whoever has no generator of its own draws from: torch's, Python's, numpy's."""
 
 
-_COLLECTS_AT_ONCE = sys.version_info < (3, 12)
-"""Garbage is collected where an object is made; later, between two lines of Python."""
 _FEW_OBJECTS = 50
+_COLLECTIONS = 20 if sys.version_info < (3, 12) else 0
+"""So often at most, where garbage is collected when an object is made. Later versions do so between lines of Python."""
 
 
 def state_of(generator: Any) -> Any:
@@ -39,7 +40,7 @@ def state_of(generator: Any) -> Any:
 
     torch makes the tensor while it holds the generator's lock. If garbage is collected there, and that frees a tensor,
     other threads run meanwhile; one that asks for a state as well waits for that lock, and for ever, as it keeps the
-    interpreter's. So what is nearly due is collected before.
+    interpreter's. So what is nearly due is collected before, which leaves little to chance.
     """
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
@@ -47,8 +48,12 @@ def state_of(generator: Any) -> Any:
         return generator.get_state() if is_old(generator) else generator.get_state(legacy=False)  # or it would warn
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if _COLLECTS_AT_ONCE and gc.isenabled() and 0 < gc.get_threshold()[0] < gc.get_count()[0] + _FEW_OBJECTS:
-        gc.collect(0)
+    for _ in range(_COLLECTIONS):
+        threshold = gc.get_threshold()[0]
+        if not (gc.isenabled() and 0 < threshold < gc.get_count()[0] + min(_FEW_OBJECTS, threshold // 2)):
+            break
+        gc.collect(0)  # nothing is, while another thread collects: it has its turn
+        sleep(0)
     return generator.get_state()
 
 

@@ -48,6 +48,7 @@ class Mix(Stream[T_co]):
     is left out, or ends the epoch. Where other numbers of ranks or workers go on, shares are counted anew.
 
     At a resume, streams may be added at the end of the list, and weights may be others: what has been given stays so.
+    Where ranks had ended the epoch, the shards of a new stream that would have been theirs come in the next one.
 
     Args:
         streams: Give the samples.
@@ -94,7 +95,7 @@ class Mix(Stream[T_co]):
     def begin(self, reading: Reading, states: Sequence[State]) -> None:
         """Begin to read: where a reader was; or with shares anew, for what is left of the streams."""
         given = sum(state["low"] + len(state["beyond"]) for state in states)
-        before = given + max((state["before"] for state in states), default=0)
+        before = given * reading.ranks_alike + max((state["before"] for state in states), default=0)
         anew = {"before": before, "low": 0, "beyond": [], "weights": [], "clocks": []}
         state = states[0] if states and reading.goes_on else anew
         self._before: int = state["before"]  # samples before this reading, of all workers and ranks

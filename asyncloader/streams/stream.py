@@ -59,6 +59,8 @@ class Reading(NamedTuple):
         over: Ranks that have given all of their shards, each with how many ranks there were.
         goes_on: It goes on where one reader was, at the positions of that one. Otherwise these are made anew: several
             have given what was given, or one of several.
+        ranks_alike: For how many ranks the states stand, as if all were equally fast: those of the workers of one rank
+            for all of them, others for themselves.
         epoch: The epoch.
         rank: The rank that reads.
         num_replicas: How many ranks share the shards.
@@ -68,6 +70,7 @@ class Reading(NamedTuple):
 
     over: Sequence[tuple[int, int]]
     goes_on: bool
+    ranks_alike: int
     epoch: int
     rank: int
     num_replicas: int
@@ -159,13 +162,12 @@ class Stream(IterableDataset[T_co]):
             if kind != name or len(within) > len(self.streams):
                 advice = "A stream that is wanted no more stays in its place, with weight 0."
                 raise StateMismatchError(f"part {path} of the chain", kind, name, advice)
-        part.streams = []
-        for number, stream in enumerate(self.streams):
-            theirs = [within[number] for *_, within in states if number < len(within)]
-            is_added = bool(states) and not theirs  # ranks that have given all of their shards had none of this one
-            part.streams.append(
-                stream.opened(reading._replace(over=()) if is_added else reading, theirs, f"{path}.{number}")
+        part.streams = [
+            stream.opened(
+                reading, [within[number] for *_, within in states if number < len(within)], f"{path}.{number}"
             )
+            for number, stream in enumerate(self.streams)
+        ]
         part.begin(reading, [own for _, own, _ in states])
         return part
 
@@ -192,7 +194,8 @@ class Stream(IterableDataset[T_co]):
                 "all workers, for any number of them."
             )
             raise StateMismatchError("[number, count] of ranks, then of workers", place, [rank, worker], advice)
-        reading = Reading(state["over"], len(place) == 2, state["epoch"], *rank, *worker)
+        ranks_alike = self.num_replicas if len(place) == 1 else 1
+        reading = Reading(state["over"], len(place) == 2, ranks_alike, state["epoch"], *rank, *worker)
         part = self.opened(reading, state["parts"])
         part.epoch, part.place = state["epoch"], [rank, worker]
         return part

@@ -189,11 +189,11 @@ class SlabPool:
            its pipe hangs up.
         """
         thread = threading.get_ident()
-        fork = self._forks[thread]
+        fork = self._forks.get(thread) or _Fork()  # none where another thread has made this pool since `before_fork`
         for lease in self._leases - fork.ended:  # in one step of the interpreter: other threads begin leases
             lease.users.add(fork)
             fork.leases.append(lease)
-        del self._forks[thread]
+        self._forks.pop(thread, None)
         self._plan_drain()  # of what has ended since `before_fork`
         if fork.reading >= 0:
             self._await_end(fork)

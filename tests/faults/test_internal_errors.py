@@ -256,6 +256,8 @@ TRUSTED = {
     "_Fork.__init__",
     "SlabPool.before_fork",
     "SlabPool.after_fork",
+    "SlabPool._plan_drain",
+    "SlabPool._await_end",
     "SlabPool._make_on_end.<locals>.on_end",
 }
 

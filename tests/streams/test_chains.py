@@ -211,6 +211,15 @@ def test_what_is_left_of_a_shard_is_shuffled_when_it_can_be_read_again() -> None
     assert sorted(given + [sample["id"] for sample in again]) == [*range(120)]
 
 
+def test_one_rank_has_begun_and_others_have_not() -> None:
+    """Its shards are dealt anew, and their samples, which have no order, are shuffled among others."""
+    shards = [[{"id": 10 * shard + number} for number in range(10)] for shard in range(8)]
+    ranks = [Shuffle(ShardedStream(shards, read, num_replicas=2, rank=rank, shuffle=False), 30) for rank in range(2)]
+    given = [sample["id"] for sample in islice(ranks[0], 12)]
+    again = resumed(Shuffle(ShardedStream(shards, read, shuffle=False), 30), merge([saved(rank) for rank in ranks]))
+    assert sorted(given + [sample["id"] for sample in again]) == [*range(80)]
+
+
 @pytest.mark.parametrize("run", range(10))
 def test_positions_rise_behind_several_readers(run: int) -> None:
     """Each reader had positions of its own, also if it was the only one that had begun; they are counted anew."""
@@ -218,7 +227,7 @@ def test_positions_rise_behind_several_readers(run: int) -> None:
     shards = [[*range(draw.randrange(12))] for _ in range(9)]
     ranks = [Shuffle(ShardedStream(shards, read, num_replicas=3, rank=rank), 9) for rank in range(3)]
     for rank in ranks:
-        list(islice(rank, draw.randrange(15)))
+        list(islice(rank, draw.choice([0, draw.randrange(1, 15)])))
     stream = resumed(Shuffle(ShardedStream(shards, read), 9), merge([saved(rank) for rank in ranks]))
     (reader,) = stream._start().streams
     positions = list[float]()

@@ -211,21 +211,54 @@ def test_weights_change_at_a_step_behind_one_reader(ranks: int) -> None:
     assert (given.count("a"), given.count("b")) == (24, 48)
 
 
-def test_an_epoch_that_one_stream_has_ended_is_not_gone_on_with_at_a_later_step() -> None:
-    """Its last state says that it has ended, although other weights would hold from a later step on."""
+@pytest.mark.parametrize(
+    ("sizes", "weights", "stop"),
+    [
+        ((20, 3), [(0, [1, 1]), (30, [1, 0])], "first"),  # it has ended, although other weights would hold later
+        ((5, 8), [(0, [1, 0]), (6, [1, 1])], "all"),  # the only stream ends before the step
+    ],
+)
+def test_a_stream_that_ends_before_a_step_ends_there_after_a_resume_too(sizes: Any, weights: Any, stop: Any) -> None:
+    """Saved behind each sample, some of which have come before their turn."""
 
-    def mixed() -> Stream[Any]:
-        return Mix([stream_of("a" * 20), stream_of("bbb")], [(0, [1, 1]), (30, [1, 0])], stop="first")
+    def shuffled() -> Stream[Any]:
+        streams = [stream_of([f"{name}{number}" for number in range(size)]) for name, size in zip("ab", sizes)]  # noqa: B905
+        return Shuffle(Mix(streams, weights, stop=stop), 5)
 
-    mix = mixed()
-    assert "".join(mix) == "abababa"
-    mix = mixed()
-    samples = iter(mix)
-    for _ in range(7):
-        next(samples)
-    other = mixed()
-    other.load_state_dict(mix.state_dict())
-    assert [*other] == []
+    whole = [*shuffled()]
+    for position in range(1, len(whole) + 1):
+        begun, other = shuffled(), shuffled()
+        assert [*islice(begun, position)] == whole[:position]
+        other.load_state_dict(begun.state_dict())
+        assert [*other] == whole[position:], position
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_weights_change_at_a_step_with_other_numbers_of_workers(ranks: int, before: int, after: int) -> None:
+    """A rank's workers know what they have given; other ranks have given as much."""
+
+    def loaders(workers: int) -> list[DataLoader[Any]]:
+        made = []
+        for rank in range(ranks):
+            own = {"num_replicas": ranks, "rank": rank}
+            parts = [
+                ShardedStream([[number] * 24 for _ in range(12)], lambda shard, start: shard[start:], **own)
+                for number in range(2)
+            ]
+            mix = Mix(parts, [(0, [1, 0]), (96, [0, 1])])
+            made.append(DataLoader(mix, 4, num_workers=workers, worker_backend="thread"))
+        return made
+
+    given, states = list[int](), list[Any]()
+    for loader in loaders(before):
+        given += [number for batch in islice(loader, 24 // ranks // 2) for number in batch.tolist()]
+        states.append(loader.state_dict())
+    for loader, state in zip(loaders(after), states, strict=True):
+        loader.load_state_dict(state)
+        given += [number for batch in loader for number in batch.tolist()]
+    assert abs(given.count(0) - 96) < after * ranks
 
 
 def test_streams_may_be_added_at_a_resume() -> None:
@@ -237,22 +270,6 @@ def test_streams_may_be_added_at_a_resume() -> None:
     rest = [*more]
     assert sorted(given + rest) == [*range(30)]
     assert 20 in rest[:3]
-
-
-def test_a_stream_is_added_where_a_rank_has_ended() -> None:
-    """That rank has given all of its shards, and none of the new one's."""
-
-    def stream(count: int, rank: int = 0, ranks: int = 1) -> Stream[Any]:
-        own = {"num_replicas": ranks, "rank": rank}
-        sources = [[[10 * number + each] for each in range(4)] for number in range(count)]
-        parts = [ShardedStream(shards, lambda shard, start: shard[start:], **own) for shards in sources]
-        return Mix(parts, [1] * count)
-
-    ended, other = stream(1, 0, 2), stream(1, 1, 2)
-    given = [*ended, next(iter(other))]
-    more = stream(2)
-    more.load_state_dict(merge([ended.state_dict(), other.state_dict()]))
-    assert sorted([*given, *more]) == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
 def test_costs_are_numbers() -> None:

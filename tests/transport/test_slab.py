@@ -582,6 +582,17 @@ def test_a_handler_that_raises_before_a_fork_uncovers_no_batch(
     assert pool.reserved_bytes == MIB  # the child has it
 
 
+def test_a_pool_that_is_made_while_a_thread_forks(process_pool: Pool) -> None:
+    """Another thread makes it, between the hooks. Whether the child has what was leased is not known."""
+    pool = process_pool
+    pool.loop = Mock()
+    batch = receive(pool, MIB)
+    pool.after_fork()
+    del batch
+    pool.drain()
+    assert pool.reserved_bytes == MIB
+
+
 def test_a_worker_forked_while_batches_are_on_lease(process_pool: Pool) -> None:
     """They are not used again before that worker, and what it has forked in turn, have ended; then they are."""
     pool = process_pool
