@@ -36,25 +36,30 @@ _COLLECTIONS = 20 if sys.version_info < (3, 12) else 0
 
 
 def state_of(generator: Any) -> Any:
-    """Return the state of a generator, which it can be set to.
-
-    torch makes the tensor while it holds the generator's lock. If garbage is collected there, and that frees a tensor,
-    other threads run meanwhile; one that asks for a state as well waits for that lock, and for ever, as it keeps the
-    interpreter's. So what is nearly due is collected before, which leaves little to chance.
-    """
+    """Return the state of a generator, which it can be set to."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state() if is_old(generator) else generator.get_state(legacy=False)  # or it would warn
     if isinstance(generator, random.Random):
         return generator.getstate()
+    _collect_what_is_due()
+    return generator.get_state()
+
+
+def _collect_what_is_due() -> None:
+    """Collect garbage before torch is asked for a state, so that hardly any is collected meanwhile.
+
+    torch makes the tensor while it holds the generator's lock. If garbage is collected there, and that frees a tensor,
+    other threads run meanwhile; one that asks for a state as well waits for that lock, and for ever, as it keeps the
+    interpreter's.
+    """
     for _ in range(_COLLECTIONS):
         threshold = gc.get_threshold()[0]
         if not (gc.isenabled() and 0 < threshold < gc.get_count()[0] + min(_FEW_OBJECTS, threshold // 2)):
             break
-        gc.collect(0)  # nothing is, while another thread collects: it has its turn
-        sleep(0)
-    return generator.get_state()
+        gc.collect(0)
+        sleep(0)  # another thread that collects has its turn: nothing is collected while it does
 
 
 def is_old(generator: np.random.RandomState) -> bool:

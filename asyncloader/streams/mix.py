@@ -95,7 +95,9 @@ class Mix(Stream[T_co]):
     def begin(self, reading: Reading, states: Sequence[State]) -> None:
         """Begin to read: where a reader was; or with shares anew, for what is left of the streams."""
         given = sum(state["low"] + len(state["beyond"]) for state in states)
-        before = given * reading.ranks_alike + max((state["before"] for state in states), default=0)
+        if reading.depth == 1:  # other ranks have given about as much
+            given *= reading.num_replicas
+        before = given + max((state["before"] for state in states), default=0)
         anew = {"before": before, "low": 0, "beyond": [], "weights": [], "clocks": []}
         state = states[0] if states and reading.goes_on else anew
         self._before: int = state["before"]  # samples before this reading, of all workers and ranks

@@ -57,10 +57,8 @@ class Reading(NamedTuple):
 
     Attributes:
         over: Ranks that have given all of their shards, each with how many ranks there were.
-        goes_on: It goes on where one reader was, at the positions of that one. Otherwise these are made anew: several
-            have given what was given, or one of several.
-        ranks_alike: For how many ranks the states stand, as if all were equally fast: those of the workers of one rank
-            for all of them, others for themselves.
+        depth: Of how many entries the place is that the states were of: 2 for one reader, 1 for the workers of a rank,
+            0 for all ranks.
         epoch: The epoch.
         rank: The rank that reads.
         num_replicas: How many ranks share the shards.
@@ -69,13 +67,20 @@ class Reading(NamedTuple):
     """
 
     over: Sequence[tuple[int, int]]
-    goes_on: bool
-    ranks_alike: int
+    depth: int
     epoch: int
     rank: int
     num_replicas: int
     worker: int
     num_workers: int
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it goes on where one reader was, at the positions of that one.
+
+        Otherwise these are made anew: several have given what was given, or one of several.
+        """
+        return self.depth == 2
 
 
 class Stream(IterableDataset[T_co]):
@@ -194,9 +199,7 @@ class Stream(IterableDataset[T_co]):
                 "all workers, for any number of them."
             )
             raise StateMismatchError("[number, count] of ranks, then of workers", place, [rank, worker], advice)
-        ranks_alike = self.num_replicas if len(place) == 1 else 1
-        reading = Reading(state["over"], len(place) == 2, ranks_alike, state["epoch"], *rank, *worker)
-        part = self.opened(reading, state["parts"])
+        part = self.opened(Reading(state["over"], len(place), state["epoch"], *rank, *worker), state["parts"])
         part.epoch, part.place = state["epoch"], [rank, worker]
         return part
 

@@ -222,7 +222,8 @@ def test_a_stream_that_ends_before_a_step_ends_there_after_a_resume_too(sizes: A
     """Saved behind each sample, some of which have come before their turn."""
 
     def shuffled() -> Stream[Any]:
-        streams = [stream_of([f"{name}{number}" for number in range(size)]) for name, size in zip("ab", sizes)]  # noqa: B905
+        named = zip("ab", sizes, strict=True)
+        streams = [stream_of([f"{name}{number}" for number in range(size)]) for name, size in named]
         return Shuffle(Mix(streams, weights, stop=stop), 5)
 
     whole = [*shuffled()]
